@@ -17,12 +17,13 @@ class DataSection(Section):
     source: SourceField = "python"
     """`python`: the source of Python's own standard library, which every machine has. `synthetic`: generated samples.
     `hf:NAME`: a Hugging Face dataset. Else a path: a text file or a folder of them, `.jsonl`, token shards (`.bin`,
-    `.npy`, or a folder of those), or a folder with one folder of images per class. Several with weights are a mixture:
-    `{corpus/: 0.7, chat.jsonl: 0.3}` (docs/data.md)."""
+    `.npy`, or a folder of those), `.parquet` or a folder of them, or a folder with one folder of images per class.
+    Several with weights are a mixture: `{corpus/: 0.7, chat.jsonl: 0.3}` (docs/data.md)."""
 
     format: Format = "auto"
-    """The format of the files at a path. chat: JSONL with conversations or instructions, of which answers alone are
-    trained (docs/finetune.md). auto: by their endings, and JSONL by the keys of its first line."""
+    """The format of the files at a path. chat: JSONL or Parquet with conversations or instructions, of which answers
+    alone are trained (docs/finetune.md). auto: by their endings; JSONL by the keys of its first line, Parquet by its
+    columns."""
 
     tokenizer: str = "auto"
     """`bytes`: every byte is a token. Else a Hugging Face `tokenizer.json`, or a folder with one, whose chat template
@@ -45,13 +46,18 @@ class DataSection(Section):
     """The fraction of the samples that is held out for evaluation."""
 
     text_field: str = "text"
-    """The key that holds the text in JSONL or in a Hugging Face dataset."""
+    """The key that holds the text in JSONL, or the column in a Hugging Face dataset or in Parquet. A column of Parquet
+    may also hold lists of token ids."""
+
+    cache: str | None = None
+    """The folder for tokens of Parquet files. None: ~/.cache/shoal/data."""
 
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """The dtype of tokens in a `.bin` file."""
 
     end_token: Annotated[int, Field(ge=0)] | None = None
-    """The token id that ends a document in token shards; `mask_documents` needs it there. Text uses the tokenizer's."""
+    """The token id that ends a document in token shards; `mask_documents` needs it there. In rows of token ids, it is
+    added to each that does not end with it. Text uses the tokenizer's."""
 
     image_size: PositiveInt = 32
     """Height and width that images are scaled to."""

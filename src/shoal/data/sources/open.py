@@ -18,6 +18,8 @@ from shoal.data.sources.huggingface import hugging_face
 from shoal.data.sources.images import ImageFolder
 from shoal.data.sources.mixing.checks import check_fit, check_overlaps, too_uneven
 from shoal.data.sources.packing import PackedTokens, split_streams
+from shoal.data.sources.parquet.read import column_kind, parquet_files
+from shoal.data.sources.parquet.tokens import cached_ids, cached_text
 from shoal.data.sources.synthetic import SyntheticImages, SyntheticTokens
 from shoal.data.sources.text import Corpus, jsonl_files, standard_library, text_files
 from shoal.data.sources.tokenizer import open_tokenizer
@@ -26,7 +28,7 @@ from shoal.errors import Findings, ShoalError, raise_if
 
 WORDS = ("python", "synthetic")
 """Sources that are no paths. A file of that name is `./python`."""
-TOKENIZED = ("text", "jsonl", "chat")
+TOKENIZED = ("text", "jsonl", "chat", "parquet text")
 """Kinds of sources that `data.tokenizer` makes the tokens of."""
 
 
@@ -59,7 +61,7 @@ def _open_mixture(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
 
 
 def source_kind(section: DataSection) -> str:
-    """The kind of a single source: synthetic, or a format."""
+    """The kind of a single source: synthetic, or a format; Parquet with the kind of its column."""
     assert isinstance(section.source, str)
     if section.source == "synthetic":
         return "synthetic"
@@ -67,7 +69,9 @@ def source_kind(section: DataSection) -> str:
         return "text"
     path = existing(section.source, WORDS)
     kind = kind_of(path) if section.format == "auto" else section.format
-    return "chat" if kind == "jsonl" and section.format == "auto" and is_chat(path) else kind
+    if kind in ("jsonl", "parquet") and section.format == "auto" and is_chat(path):
+        return "chat"
+    return f"parquet {column_kind(parquet_files(path), section.text_field)}" if kind == "parquet" else kind
 
 
 def _open_one(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
@@ -87,6 +91,10 @@ def _open_one(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
         return split_last(images, section.validation, images.describe())
     if kind == "chat":
         return _chat(section, path)
+    if kind == "parquet text":
+        return _parquet_text(section, path)
+    if kind == "parquet tokens":
+        return _shards(section, cached_ids(section, parquet_files(path), path))
     return _text(section, jsonl_files(path, section.text_field) if kind == "jsonl" else text_files(path))
 
 
@@ -110,10 +118,16 @@ def _text(section: DataSection, corpus: Corpus) -> tuple[Dataset, Dataset]:
     return _packed(section, [stream], tokenizer.vocabulary, corpus.origin, tokenizer.end_token)
 
 
+def _parquet_text(section: DataSection, path: Path) -> tuple[Dataset, Dataset]:
+    tokenizer = open_tokenizer(section.tokenizer)
+    stream, origin = cached_text(section, tokenizer, parquet_files(path), path)
+    return _packed(section, [stream], tokenizer.vocabulary, origin, tokenizer.end_token)
+
+
 def _shards(section: DataSection, shards: Shards) -> tuple[Dataset, Dataset]:
     if section.mask_documents and section.end_token is None:
         raise ShoalError(
-            "--data.mask_documents True needs --data.end_token for token shards, got none",
+            "--data.mask_documents True needs --data.end_token for token ids, got none",
             fix="--data.end_token 50256, the end token of GPT-2, or that of your tokenizer",
             code="D013",
         )
