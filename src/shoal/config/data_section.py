@@ -16,9 +16,10 @@ class DataSection(Section):
 
     source: SourceField = "python"
     """`python`: the source of Python's own standard library, which every machine has. `synthetic`: generated samples.
-    `hf:NAME`: a Hugging Face dataset. Else a path: a text file or a folder of them, `.jsonl`, token shards (`.bin`,
-    `.npy`, or a folder of those), `.parquet` or a folder of them, or a folder with one folder of images per class.
-    Several with weights are a mixture: `{corpus/: 0.7, chat.jsonl: 0.3}` (docs/data.md)."""
+    `hf:NAME`: a Hugging Face dataset. Else a path or a URL: a text file, `.jsonl`, token shards (`.bin`, `.npy`),
+    `.parquet`, or a folder of one of these; or a folder with one folder of images per class. A URL
+    (`s3://bucket/shards`, `https://...`) is copied into the cache. Several with weights are a mixture: `{corpus/: 0.7,
+    chat.jsonl: 0.3}` (docs/data.md)."""
 
     format: Format = "auto"
     """The format of the files at a path. chat: JSONL or Parquet with conversations or instructions, of which answers
@@ -50,7 +51,14 @@ class DataSection(Section):
     may also hold lists of token ids."""
 
     cache: str | None = None
-    """The folder for tokens of Parquet files. None: ~/.cache/shoal/data."""
+    """The folder for files of URLs, and for tokens of Parquet files and of streams. None: ~/.cache/shoal/data."""
+
+    streaming: bool = False
+    """Of `hf:NAME`: True: read its rows one by one, and store only their tokens, in the cache. False: download the
+    dataset, and hold its tokens in memory (docs/data.md)."""
+
+    streaming_tokens: PositiveInt | None = None
+    """Under `streaming`, take the first so many tokens. None: all."""
 
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """The dtype of tokens in a `.bin` file."""

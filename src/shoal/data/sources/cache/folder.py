@@ -6,6 +6,7 @@ others wait and use it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sys
@@ -19,6 +20,8 @@ from shoal.errors import ShoalError
 
 SECONDS_BETWEEN_LINES = 5.0
 POLL = 0.05
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk. Others in a block that writes are those of its own work, such as a network."""
 
 
 def cache_folder(setting: str | None, kind: str) -> Path:
@@ -86,7 +89,7 @@ def replaced(path: Path) -> Iterator[Any]:
     except BaseException as error:
         with suppress(OSError):
             os.unlink(part)
-        if isinstance(error, OSError) and error.filename in (None, str(part)):
+        if isinstance(error, OSError) and (error.errno in FULL or error.filename == str(part)):
             raise unwritable(path, error) from error
         raise
 
@@ -101,4 +104,9 @@ class Progress:
         """Print the state, if it is time."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + SECONDS_BETWEEN_LINES
-            print(f"data   {self._what}{': ' if state else ''}{state}", file=sys.stderr, flush=True)
+            say(f"{self._what}{': ' if state else ''}{state}")
+
+
+def say(line: str) -> None:
+    """Print a line on stderr."""
+    print(f"data   {line}", file=sys.stderr, flush=True)
