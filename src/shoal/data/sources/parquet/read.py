@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from shoal.data.sources.digest import Tokens
 from shoal.data.sources.files import PARQUET_ENDINGS, files_under, reject_irregular
 from shoal.errors import ShoalError, nearest, needs
@@ -81,24 +79,22 @@ def text_rows(files: Sequence[Path], column: str) -> Iterator[bytes]:
                     yield text.encode("utf-8", errors="replace") if isinstance(text, str) else text
 
 
-def token_rows(files: Sequence[Path], column: str) -> Iterator[Tokens]:
-    """The token ids of each row that has some."""
+def token_rows(files: Sequence[Path], column: str) -> Iterator[tuple[Tokens, Tokens]]:
+    """Some rows at a time: the token ids of all of them, and the number of ids of each that has some."""
+    compute = needs("pyarrow.compute", what="Parquet", package="pyarrow", extra="parquet")
     for file in files:
         for part in _batches(file, [column]):
-            for row in part.column(0):
-                values = row.values
-                if values is not None and len(values):
-                    yield _ids(values, column, file)
-
-
-def _ids(values: Any, column: str, file: Path) -> Tokens:
-    if values.null_count:
-        raise ShoalError(
-            f"the column {column!r} of {file} must hold text or lists of token ids, got a list with a null",
-            fix="--data.text_field COLUMN",
-            code="D087",
-        )
-    return np.asarray(values.to_numpy(zero_copy_only=False))
+            lists = part.column(0)
+            lengths = compute.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
+            values = lists.flatten()  # without those of null rows
+            if values.null_count:
+                raise ShoalError(
+                    f"the column {column!r} of {file} must hold text or lists of token ids, got a list with a null",
+                    fix="--data.text_field COLUMN",
+                    code="D087",
+                )
+            if len(values):
+                yield values.to_numpy(zero_copy_only=False), lengths[lengths > 0]
 
 
 def dict_rows(file: Path) -> Iterator[dict[str, Any]]:

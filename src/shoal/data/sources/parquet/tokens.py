@@ -42,7 +42,10 @@ def cached_ids(section: DataSection, files: Sequence[Path], path: Path) -> Shard
     return Shards([stream], found.vocabulary, origin)
 
 
-def _with_end(rows: Iterator[Tokens], end_token: int | None) -> Iterator[Encoded]:
-    for row in rows:
-        has_end = end_token is None or row[-1] == end_token
-        yield row if has_end else np.append(row, end_token), 1
+def _with_end(rows: Iterator[tuple[Tokens, Tokens]], end_token: int | None) -> Iterator[Encoded]:
+    """Add the end token to each row that does not end with it."""
+    for tokens, lengths in rows:
+        if end_token is not None:
+            ends = np.cumsum(lengths)
+            tokens = np.insert(tokens.astype(np.int64), ends[tokens[ends - 1] != end_token], end_token)
+        yield tokens, len(lengths)

@@ -15,8 +15,10 @@ import hashlib
 import http.client
 import os
 import shutil
+import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ from shoal.errors import ShoalError
 
 CHUNK = 2**20
 TRIES = 3
+AT_ONCE = 8
+"""Files that are downloaded at a time."""
 WEB = ("http", "https")
 LOCAL = ("file", "local")
 FAILURES = (OSError, http.client.HTTPException, ValueError, RuntimeError)
@@ -108,30 +112,41 @@ def _update(folder: Path, url: str, format: str, job: str) -> None:
 
 
 def _download_all(store: RemoteStore, url: str, files: list[RemoteFile], folder: Path, manifest: Manifest) -> None:
-    done, progress = 0, Progress(f"downloading {len(files):,} files of {url}")
-    for number, file in enumerate(files):
-        done = _download(store, file, folder, progress, (number, done))
-        manifest.add(file, folder)
+    """Download several files at a time. After an error the others stop, and the complete ones are listed."""
+    transfer = Transfer(url, len(files))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        tasks = {pool.submit(_download, store, file, folder, transfer): file for file in files}
+        try:
+            for task in as_completed(tasks):
+                task.result()
+        except BaseException:
+            transfer.is_stopped = True
+            pool.shutdown(cancel_futures=True)
+            raise
+        finally:
+            for task, file in tasks.items():
+                if task.done() and not task.cancelled() and task.exception() is None:
+                    manifest.add(file, folder)
 
 
-def _download(store: RemoteStore, file: RemoteFile, folder: Path, progress: Progress, so_far: tuple[int, int]) -> int:
-    """Download one file, with a few tries; returns the bytes so far."""
+def _download(store: RemoteStore, file: RemoteFile, folder: Path, transfer: Transfer) -> None:
+    """Download one file, with a few tries."""
     path = folder / "files" / file.name
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     for left in reversed(range(TRIES)):
         try:
-            return _try(store, file, path, progress, so_far)
+            _try(store, file, path, transfer)
+            break
         except FAILURES as error:
             if isinstance(error, ShoalError) and error.codes != ("D092",):
                 raise
-            if not left:
+            if not left or transfer.is_stopped:
                 raise error if isinstance(error, ShoalError) else _failed(file.place, error) from error
             time.sleep(TRIES - left)
-    raise AssertionError("unreachable")
+    transfer.finish()
 
 
-def _try(store: RemoteStore, file: RemoteFile, path: Path, progress: Progress, so_far: tuple[int, int]) -> int:
-    number, before = so_far
+def _try(store: RemoteStore, file: RemoteFile, path: Path, transfer: Transfer) -> None:
     received, md5 = 0, hashlib.md5(usedforsecurity=False)
     with replaced(path) as out:
         with store.open(file) as content:
@@ -139,14 +154,38 @@ def _try(store: RemoteStore, file: RemoteFile, path: Path, progress: Progress, s
                 received += len(part)
                 md5.update(part)
                 out.write(part)
-                progress.show(f"{number:,} done, {megabytes(before + received)}")
+                transfer.receive(len(part))
         if file.size is not None and received != file.size:
             raise _incomplete(file, f"{file.size:,} bytes were listed, and {received:,} arrived")
         if file.md5 is not None and md5.hexdigest() != file.md5:
             raise _incomplete(file, f"its MD5 was listed as {file.md5}, and is {md5.hexdigest()}")
         if file.is_other(store.look_up(file)):
             raise _incomplete(file, "it was changed while it was downloaded")
-    return before + received
+
+
+class Transfer:
+    """The state of a download by several threads."""
+
+    def __init__(self, url: str, files: int) -> None:
+        self._progress, self._lock = Progress(f"downloading {url}"), threading.Lock()
+        self._files, self._done, self._received, self._began = files, 0, 0, time.monotonic()
+        self.is_stopped = False
+        """Whether threads are to stop, since one of them has failed."""
+
+    def receive(self, size: int) -> None:
+        """Count bytes, and print a line now and then; raises if another thread has failed."""
+        if self.is_stopped:
+            raise InterruptedError("another download has failed")
+        with self._lock:
+            self._received += size
+            rate = megabytes(int(self._received / max(1e-3, time.monotonic() - self._began)))
+            done = f"{self._done:,} of {self._files:,} files"
+            self._progress.show(f"{done}, {megabytes(self._received)}, {rate} per second")
+
+    def finish(self) -> None:
+        """Count a file."""
+        with self._lock:
+            self._done += 1
 
 
 def _reject_too_large(folder: Path, url: str, files: list[RemoteFile]) -> None:

@@ -43,7 +43,7 @@ def in_child(protocol: str, function: Callable[..., None], *arguments: Any) -> N
 
 def starts_threads(protocol: str) -> bool:
     """Whether file systems of this protocol are asynchronous."""
-    import fsspec
+    import fsspec  # type: ignore[import-untyped]
 
     try:
         return bool(fsspec.get_filesystem_class(protocol.split("::")[-1]).async_impl)
