@@ -26,6 +26,7 @@ from shoal.checkpoint.state.base_fingerprint import reject_other_base
 from shoal.checkpoint.storage.manifest import Manifest
 from shoal.checkpoint.storage.store import Store
 from shoal.comm.all_or_none import on_main
+from shoal.config.data_source import spelled
 from shoal.config.duration import Duration
 from shoal.config.recipe import Recipe
 from shoal.config.resume_compat import reject_changes
@@ -292,8 +293,8 @@ def reject_other_data(manifest: Manifest, job: Job, store: Store) -> str:
     found = job.fingerprint.difference(saved) if isinstance(saved, dict) else ""
     if found and job.recipe.data.changed == "reject":
         raise ShoalError(
-            f"the data of {job.recipe.data.source!r} is not what the run in {store.where} was trained on: {found};"
-            " nothing was touched",
+            f"the data of {spelled(job.recipe.data.source)} is not what the run in {store.where} was trained on:"
+            f" {found}; nothing was touched",
             fix="restore the data; or --resume fresh to start over; or --data.changed accept to resume on the"
             " changed data, of which samples may then be seen twice or not at all in this epoch",
             code="C028",
