@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal import ShoalError
-from shoal.models.huggingface.block_copies import BlockCopy
-from shoal.models.huggingface.regions import regions_of
+from shoal.models.huggingface.splits.block_copies import BlockCopy
+from shoal.models.huggingface.splits.found_splits import regions_of
 from shoal.parallel.tensor_parts.attributes import divide_attributes
 
 

@@ -234,15 +234,20 @@ PARTIAL = {(Split.COLUMN, "lora_A"), (Split.ROW, "lora_B")}
 def piece(plan: Plan, model: ModelShapes, name: str, *, rank: int) -> Shape:
     """The shape of the piece of a parameter on one rank of tp and ep."""
     shape = model.shape(name)
-    module, _, own = name.rpartition(".")
-    how = split_of(model.description, module)
-    axis, dim = "tp", CUT_DIMS.get(how, {}).get(own) if how is not None else None
+    axis, dim = "tp", cut_dim(model.description, name)
     if experts_of(model.description, name):
         axis, dim = "ep", 0
     if dim is None:
         return shape
     degree, index = _place_of(plan.layout, axis, rank)
     return (*shape[:dim], chunk(shape[dim], index=index, degree=degree), *shape[dim + 1 :])
+
+
+def cut_dim(description: Description, name: str) -> int | None:
+    """The dim along which tp cuts a parameter; None: it is whole."""
+    module, _, own = name.rpartition(".")
+    how, said = split_of(description, module), description.cut_of(name)
+    return said if said is not None or how is None else CUT_DIMS.get(how, {}).get(own)
 
 
 @lru_cache(maxsize=2**12)
@@ -279,7 +284,8 @@ def is_partial(description: Description, name: str, *, splits_tokens: bool) -> b
     how = split_of(description, module)
     is_late_bias = own == "bias" and how is Split.ROW  # added after the sum
     is_of_tokens = bool(around & {Split.SEQUENCE, Split.ALL_TOKENS, Split.EXPERTS}) or is_late_bias
-    return Split.HEADS in around or (how, own) in PARTIAL or (splits_tokens and is_of_tokens)
+    is_of_heads = bool(around & {Split.HEADS, Split.LATENT}) and description.cut_of(name) is None
+    return is_of_heads or (how, own) in PARTIAL or (splits_tokens and is_of_tokens)
 
 
 def shard(shape: Shape, *, index: int, degree: int) -> int:

@@ -63,13 +63,15 @@ class TensorParallel:
         self._inside: Tensor | None = None
         self._region: Tensor | None = None
         """The input of the region that is running, if it entered before the region's first layer."""
+        self._is_deep = False
+        """Whether layers of that region may read what whole layers inside of it compute."""
 
     def enter(self, x: Tensor) -> Tensor:
         """Pass a replicated tensor into a split region. Queries, keys and values read one x: it enters once."""
         if self.group is None:
             return x
         if self._region is not None:
-            if x is not self._region:
+            if x is not self._region and not self._is_deep:
                 raise ShoalError(
                     "a layer that is split by COLUMN must read the input of its region, got another tensor",
                     fix="tp=1, or a description without Split.REGION for it",
@@ -86,9 +88,12 @@ class TensorParallel:
                 self._inside = enter(wide, self.group)
         return self._inside
 
-    def enter_region(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def enter_region(
+        self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], *, is_deep: bool = False
+    ) -> Any:
         """A hook before a region: its input, the first argument or `hidden_states`, enters. Code inside that reads the
         shape of its input then sees all tokens, as its layers do."""
+        self._is_deep = is_deep
         self._region = None  # a recomputation ends inside of a region, as soon as it has all that was saved
         if arguments and isinstance(arguments[0], Tensor):
             self._region = self.enter(arguments[0])

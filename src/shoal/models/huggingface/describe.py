@@ -24,7 +24,7 @@ from torch import nn
 
 from shoal.blueprint.description import Description, Split, matches
 from shoal.blueprint.placement import is_inside
-from shoal.models.huggingface.found_splits import FoundSplits, found_splits, heads_of, vocabulary_of
+from shoal.models.huggingface.splits.found_splits import FoundSplits, found_splits, heads_of, vocabulary_of
 from shoal.models.huggingface.logits import LogitRule, logit_rule
 from shoal.models.huggingface.modules import attentions, experts_in, mixes_tokens, name_of, pattern_of
 from shoal.models.huggingface.order import Order, order_of
@@ -69,6 +69,7 @@ def describe(model: Any) -> Description:
         costs=order.costs,
         splits=splits,
         parts=_as_patterns(found.parts, model),
+        cuts=_as_patterns(found.cuts, model),
         per_rank=_as_patterns(found.per_rank, model),
         tied=tuple(_tied(model, order)),
         head=None if rule is None else name_of(model, head),
@@ -167,9 +168,9 @@ def _around_embedding(model: Any, order: Order) -> str | None:
 
 
 def _as_patterns(found: Mapping[str, T], model: nn.Module) -> dict[str, T]:
-    """One pattern for all layers, where all modules of that pattern are split alike."""
+    """One pattern for all layers, where all modules or parameters of that pattern are split alike."""
     alike: dict[str, set[T | None]] = {}
-    for name, _ in model.named_modules():
+    for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False)):
         alike.setdefault(pattern_of(name), set()).add(found.get(name))
     return {pattern_of(name) if len(alike[pattern_of(name)]) == 1 else name: how for name, how in found.items()}
 

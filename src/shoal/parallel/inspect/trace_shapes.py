@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from shoal.blueprint.description import Description, Split
 from shoal.blueprint.model_shapes import AttentionSite, DispatchSite, ModelShapes, RouterSite, TPBoundary
-from shoal.blueprint.placement import split_of
+from shoal.blueprint.placement import is_inside, split_of
 from shoal.parallel.context.attention import Attention
 from shoal.parallel.data.fsdp import units_by_size
 from shoal.parallel.expert.experts import Dispatch, Experts, experts_in
@@ -104,14 +104,21 @@ class _Trace:
     num_samples: int
     seen: list[_Event] = field(default_factory=list)
     stream: tuple[int, ...] = ()
+    deep: set[str] = field(default_factory=set)
+    """Regions with layers that read what others inside of them compute."""
     _entered: Tensor | None = None
     """The input of the current split region's layers; it enters once for all of them."""
 
     def before_layer(self, name: str, x: Tensor) -> None:
         how = split_of(self.description, name)
+        if is_inside(name, self.deep):
+            return  # the input of the region has entered
         if how in (Split.COLUMN, Split.VOCABULARY) and x.is_floating_point() and x is not self._entered:
             self._entered = x
             self._cross("enter", name, x)
+
+    def before_deep(self, name: str, x: Tensor) -> None:
+        self._cross("enter", name, x)
 
     def before_all_tokens(self, name: str, x: Tensor) -> None:
         self._cross("gather", name, x)
@@ -225,7 +232,11 @@ def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
                 stack.callback(module.register_forward_pre_hook(_before(trace, name)).remove)
                 stack.callback(module.register_forward_hook(_after(trace, name)).remove)
             if split_of(description, name) is Split.ALL_TOKENS:
-                hook = module.register_forward_pre_hook(_before_all_tokens(trace, name), with_kwargs=True)
+                hook = module.register_forward_pre_hook(_reads(trace.before_all_tokens, name), with_kwargs=True)
+                stack.callback(hook.remove)
+            if split_of(description, name) is Split.REGION and _is_deep(description, module, name):
+                trace.deep.add(name)
+                hook = module.register_forward_pre_hook(_reads(trace.before_deep, name), with_kwargs=True)
                 stack.callback(hook.remove)
             if isinstance(module, Router):
                 module.attach_aux_loss = trace.aux_loss_attached
@@ -248,9 +259,15 @@ def _before(trace: _Trace, name: str) -> Any:
     return lambda module, arguments: trace.before_layer(name, arguments[0])
 
 
-def _before_all_tokens(trace: _Trace, name: str) -> Any:
+def _is_deep(description: Description, module: nn.Module, name: str) -> bool:
+    return any(split_of(description, inner) is Split.LATENT for inner, _ in module.named_modules(prefix=name))
+
+
+def _reads(note: Any, name: str) -> Any:
+    """A hook that notes the first argument of a module, or its `hidden_states`."""
+
     def hook(_module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        trace.before_all_tokens(name, arguments[0] if arguments else options["hidden_states"])
+        note(name, arguments[0] if arguments else options["hidden_states"])
 
     return hook
 

@@ -21,6 +21,7 @@ from shoal.models.huggingface.modules import pattern_of
 from shoal.models.huggingface.order import inputs_of, takes
 from shoal.parallel.pipeline.known_values import KnownValues
 from shoal.parallel.pipeline.skeleton import Call, skeleton_of
+from shoal.parallel.tensor_parts.linear_dims import linear_dims
 
 TOKENS = 4
 SETTINGS = (bool, int, float, str, type(None))
@@ -53,11 +54,23 @@ def block_copies(model: Any, blocks: tuple[str, ...]) -> Iterator[BlockCopy]:
     for names in kinds.values():
         generator = torch.Generator().manual_seed(0)
         module = copy.deepcopy(skeleton.get_submodule(names[0])).to_empty(device="cpu").double().eval()
+        _make_plain(module)
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.copy_(_values(tensor, generator) / max(1, tensor.shape[-1] if tensor.dim() > 1 else 1) ** 0.5)
         arguments, options = tree_map_only(Tensor, partial(_values, generator=generator), calls[names[0]])
         yield BlockCopy(module, arguments, options, tuple(names))
+
+
+def _make_plain(block: nn.Module) -> None:
+    """Replace layers that compute the same as an nn.Linear, as Conv1D of GPT-2, by one."""
+    found = {name: linear_dims(one) for name, one in block.named_modules() if type(one) is not nn.Linear}
+    for name, dims in found.items():
+        if dims is not None and name:
+            old: Any = block.get_submodule(name)
+            outputs, inputs = old.weight.shape[dims.outputs], old.weight.shape[dims.inputs]
+            plain = nn.Linear(inputs, outputs, bias=getattr(old, "bias", None) is not None, dtype=torch.float64)
+            block.set_submodule(name, plain)
 
 
 def _calls(skeleton: Any, blocks: tuple[str, ...]) -> dict[str, Call]:
