@@ -49,6 +49,7 @@ class Description:
     blocks, before_blocks, after_blocks       what sharding, recompute and pipelines cut (`zero=3`, `recompute`, `pp`)
     costs                                     what they cost to compute, where stages are to be balanced (`pp`)
     splits, parts, cuts, per_rank             how tensor parallelism splits layers (`tp`)
+    token_blocks                              where sequence parallelism divides tokens (`sp`)
     num_heads, num_kv_heads                   what its degree must divide (`tp`)
     positions, documents, positions_restart   arguments of `forward` under context parallelism (`cp`)
     num_experts, active_experts               of a mixture of experts (`ep`)
@@ -89,6 +90,10 @@ class Description:
     cuts: Mapping[str, int] = field(default_factory=dict)
     """Pattern of a parameter → the dim along which tp cuts it, where that is not what the split of its module says: the
     weight of a linear layer that has its inputs first, or a number for each head."""
+
+    token_blocks: tuple[str, ...] = ()
+    """Blocks, one after the other, between which alone `sp` divides the tokens: before the first and after the last of
+    them every rank has all. Empty: a VOCABULARY embedding divides them, and the head gathers them."""
 
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs of names of one shared parameter; the first name of a pair is its key."""
@@ -197,6 +202,8 @@ def supports_sequence_parallel(description: Description) -> bool:
     """
     if "sp" in description.why_not:
         return False
+    if description.token_blocks:
+        return True
     embeds = any(
         split is Split.VOCABULARY and matches(pattern, name)
         for name in description.before_blocks

@@ -271,10 +271,22 @@ def split_of(description: Description, module: str) -> Split | None:
 
 
 def splits_tokens(plan: Plan, description: Description) -> bool:
-    """Whether sequence parallelism is on: by the plan's `sp`, else wherever the model allows it."""
+    """Whether sequence parallelism is on: by the plan's `sp`, else wherever the model allows it from its embedding to
+    its head."""
     if plan.layout.tp == 1:
         return False
-    return plan.sp if plan.sp is not None else supports_sequence_parallel(description)
+    return plan.sp if plan.sp is not None else is_divided_by_default(description)
+
+
+def is_divided_by_default(description: Description) -> bool:
+    """Whether `sp` is on where a plan does not say it. Between blocks alone it is not: the number of tokens there, as
+    of an image and its class, may be one that tp does not divide."""
+    return supports_sequence_parallel(description) and not description.token_blocks
+
+
+def divides_tokens_of(description: Description, module: str) -> bool:
+    """Whether a submodule sees a part of the tokens under `sp`."""
+    return not description.token_blocks or is_inside(module, description.token_blocks)
 
 
 def is_partial(description: Description, name: str, *, splits_tokens: bool) -> bool:
@@ -285,7 +297,8 @@ def is_partial(description: Description, name: str, *, splits_tokens: bool) -> b
     is_late_bias = own == "bias" and how is Split.ROW  # added after the sum
     is_of_tokens = bool(around & {Split.SEQUENCE, Split.ALL_TOKENS, Split.EXPERTS}) or is_late_bias
     is_of_heads = bool(around & {Split.HEADS, Split.LATENT}) and description.cut_of(name) is None
-    return is_of_heads or (how, own) in PARTIAL or (splits_tokens and is_of_tokens)
+    divides = splits_tokens and is_of_tokens and divides_tokens_of(description, module)
+    return is_of_heads or (how, own) in PARTIAL or divides
 
 
 def shard(shape: Shape, *, index: int, degree: int) -> int:

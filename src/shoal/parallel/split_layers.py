@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shoal.blueprint.description import Description, Split, matches
-from shoal.blueprint.placement import cut_dim
+from shoal.blueprint.placement import cut_dim, divides_tokens_of
 from shoal.errors import ShoalError
 from shoal.parallel.tensor import (
     ColumnParallelLinear,
@@ -23,10 +23,11 @@ from shoal.parallel.tensor import (
 )
 from shoal.parallel.tensor_parts.all_tokens import gather_around
 from shoal.parallel.tensor_parts.attributes import divide_attributes
+from shoal.parallel.tensor_parts.between_blocks import divide_between
 from shoal.parallel.tensor_parts.linear_dims import PLAIN, linear_dims
 from shoal.parallel.tensor_parts.shared_pieces import share_pieces
 from shoal.parallel.tensor_parts.single_parameters import cut_parameters
-from shoal.parallel.tensor_parts.transposed import TRANSPOSED_LAYERS
+from shoal.parallel.tensor_parts.transposed import TRANSPOSED_LAYERS, RowParallelTransposed
 
 SPLIT_LAYERS: Mapping[tuple[Split, type[nn.Module]], type[nn.Module]] = {
     (Split.COLUMN, nn.Linear): ColumnParallelLinear,
@@ -55,8 +56,11 @@ def split(model: nn.Module, names: Iterable[str], description: Description, tens
                 splits = (description.split_of(one) for one, _ in layer.named_modules(prefix=inner))
                 _hook_region(layer, tensor, is_deep=Split.LATENT in splits)
             elif how is not None:
-                _split_layer(layer, inner, how, tensor, pieces)
+                divides = tensor.splits_tokens and divides_tokens_of(description, inner)
+                _split_layer(layer, inner, how, tensor, pieces, divides_tokens=divides)
                 _check_cut(layer, inner, description, tensor)
+            if tensor.splits_tokens and inner in description.token_blocks:
+                divide_between(layer, inner, description.token_blocks, tensor)
             for pattern, numbers in description.per_rank.items():
                 if matches(pattern, inner):
                     divide_attributes(layer, numbers, tensor.degree)
@@ -65,14 +69,20 @@ def split(model: nn.Module, names: Iterable[str], description: Description, tens
 
 
 def _split_layer(
-    layer: Any, name: str, how: Split, tensor: TensorParallel, pieces: dict[nn.Parameter, nn.Parameter]
+    layer: Any,
+    name: str,
+    how: Split,
+    tensor: TensorParallel,
+    pieces: dict[nn.Parameter, nn.Parameter],
+    *,
+    divides_tokens: bool,
 ) -> None:
     names = [f"{name}.{own}" for own, _ in layer.named_parameters(recurse=how in WHOLE)]
-    if how in (Split.HEADS, Split.LATENT) or (how in WHOLE and tensor.splits_tokens):
+    if how in (Split.HEADS, Split.LATENT) or (how in WHOLE and divides_tokens):
         tensor.partial.update(names)
-    if how is Split.SEQUENCE and tensor.splits_tokens and type(layer) is nn.Embedding:
+    if how is Split.SEQUENCE and divides_tokens and type(layer) is nn.Embedding:
         become(layer, PositionEmbedding, tensor, pieces)
-    if how is Split.ALL_TOKENS and tensor.splits_tokens:
+    if how is Split.ALL_TOKENS and divides_tokens:
         assert tensor.group is not None
         gather_around(layer, tensor.group)
     if how in WHOLE or (how is Split.VOCABULARY and next(layer.children(), None) is not None):
@@ -100,6 +110,7 @@ def _split_layer(
         )
     become(layer, kind, tensor, pieces, tensor.parts.get(f"{name}.weight", ()))
     _note(layer, name, tensor)
+    layer.sees_all_tokens = tensor.splits_tokens and not divides_tokens
     if kind is VocabularyParallelHead:
         tensor.num_logits = layer.out_features
 
@@ -159,5 +170,6 @@ def _note(layer: Any, name: str, tensor: TensorParallel) -> None:
     layer.full_name = name
     tensor.cuts |= {f"{name}.{own}": dim for own, dim in layer.cut.items() if getattr(layer, own, None) is not None}
     tensor.partial |= {f"{name}.{own}" for own in getattr(layer, "partial", ())}
-    if isinstance(layer, RowParallelLinear) and tensor.splits_tokens and layer.bias is not None:
+    is_row = isinstance(layer, RowParallelLinear | RowParallelTransposed)
+    if is_row and tensor.splits_tokens and layer.bias is not None:
         tensor.partial.add(f"{name}.bias")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.blueprint.description import Description, Split, matches, supports_sequence_parallel
-from shoal.blueprint.placement import cut_dim
+from shoal.blueprint.placement import cut_dim, is_divided_by_default
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.description import Shapes, as_pattern, split_of_parameter
 from shoal.errors import Problem, listed
@@ -106,7 +106,14 @@ def _check_tokens(
             'sp=off, or splits={"embedding": Split.VOCABULARY, "head": Split.VOCABULARY}',
         )
         return
-    is_on = supports_sequence_parallel(description) if plan.sp is None else plan.sp
+    if plan.sp and plan.layout.pp > 1 and description.token_blocks not in ((), description.blocks):
+        yield Problem(
+            "M141",
+            f"pp={plan.layout.pp} with sp=on divides tokens from the first block to the last, but the model describes"
+            f" {len(description.blocks)} blocks and {len(description.token_blocks)} token_blocks",
+            "sp=off, or pp=1",
+        )
+    is_on = is_divided_by_default(description) if plan.sp is None else plan.sp
     tp, cp = plan.layout.tp, plan.layout.cp
     if is_on and sequence is not None and sequence % (tp * cp):
         around = sorted({max(1, sequence // (tp * cp)) * tp * cp, -(-sequence // (tp * cp)) * tp * cp})

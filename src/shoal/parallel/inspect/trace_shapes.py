@@ -123,6 +123,12 @@ class _Trace:
     def before_all_tokens(self, name: str, x: Tensor) -> None:
         self._cross("gather", name, x)
 
+    def before_blocks(self, name: str, x: Tensor) -> None:
+        self._cross("divide", name, x)
+
+    def after_blocks(self, name: str, output: Any) -> None:
+        self._cross("join", name, output if isinstance(output, Tensor) else output[0])
+
     def after_layer(self, name: str, output: Tensor, *, is_lookup: bool) -> None:
         how = split_of(self.description, name)
         if how is Split.ROW or (how is Split.VOCABULARY and is_lookup):
@@ -177,7 +183,7 @@ class _Trace:
         self.seen.append(_Event(way, name, tuple(x.shape[1:]), x.requires_grad))
 
     def tp_boundaries(self) -> Iterator[TPBoundary]:
-        for place, event in self._of("enter", "leave", "logits", "gather"):
+        for place, event in self._of("enter", "leave", "logits", "gather", "divide", "join"):
             way: Any = event.what
             yield TPBoundary(
                 module=event.module,
@@ -243,6 +249,11 @@ def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
             if isinstance(module, Attention | Experts | Dispatch | Router):
                 stack.callback(module.register_forward_pre_hook(_begun(trace, name, modules)).remove)
                 stack.callback(module.register_forward_hook(_done(trace, name)).remove)
+        for name in description.token_blocks[:1]:
+            hook = modules[name].register_forward_pre_hook(_reads(trace.before_blocks, name), with_kwargs=True)
+            stack.callback(hook.remove)
+        for name in description.token_blocks[-1:]:
+            stack.callback(modules[name].register_forward_hook(_joined(trace, name)).remove)
         for name in description.blocks:
             stack.callback(modules[name].register_forward_hook(_ended(trace, name)).remove)
         stack.enter_context(saved_tensors_hooks(trace.saved, lambda tensor: tensor))
@@ -297,6 +308,10 @@ def _done(trace: _Trace, name: str) -> Any:
 
 def _ended(trace: _Trace, name: str) -> Any:
     return lambda module, arguments, output: trace.after_block(name, output)
+
+
+def _joined(trace: _Trace, name: str) -> Any:
+    return lambda module, arguments, output: trace.after_blocks(name, output)
 
 
 def _num_samples(call: Call) -> int:

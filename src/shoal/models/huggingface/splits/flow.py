@@ -56,7 +56,8 @@ class Flow:
             if not isinstance(x, Tensor):
                 return None
             if name == self._home:
-                x = self._others[" home"] = x.detach().requires_grad_()
+                self._others[" home"] = x.detach().requires_grad_()
+                x = self._others[" home"].clone()  # code may change it in place, and no leaf
             self._twice |= {name} if name in self.homes else set()
             self.homes[name] = x
             if name in self.linears:
@@ -70,7 +71,7 @@ class Flow:
     def _after(self, name: str) -> Any:
         def hook(_module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
             self.outputs[name] = output.detach().requires_grad_()
-            return self.outputs[name]
+            return self.outputs[name].clone()
 
         return hook
 
@@ -107,6 +108,7 @@ class Flow:
         home = _around(ordered)
         reads = bool(home) and home not in self._twice
         reads = reads and all(self.homes.get(home) is self.inputs[name] for name in columns)
+        reads = reads and Flow(self._block, home)._is_read_by(columns)
         return Region(ordered, row, home, reads)
 
     def _deep(self, row: str) -> Region | None:
@@ -117,7 +119,8 @@ class Flow:
         if not layers or not home or home in self._twice or home not in self.homes or has_experts:
             return None
         inside = [name for name in self.feeds if is_inside(name, [home]) and name != row]
-        others = [name for name in self._others if is_inside(name, [home])]
+        read = set().union(*(self.feeds[name] for name in (*inside, row)))
+        others = [name for name in self._others if is_inside(name, [home]) and name in read]
         if not Flow(self._block, home)._is_closed(inside, others, row):
             return None
         columns = tuple(name for name in inside if self._readers(name) == {row} and name in layers)
@@ -126,6 +129,10 @@ class Flow:
 
     def _readers(self, layer: str) -> set[str]:
         return {name for name, sources in self.feeds.items() if layer in sources}
+
+    def _is_read_by(self, columns: Collection[str]) -> bool:
+        """Whether the input of `home` leads to these layers alone, and not, as a residual, out of it beside them."""
+        return " home" not in self.returned and self._readers(" home") <= set(columns)
 
     def _is_closed(self, inside: Collection[str], others: Collection[str], row: str) -> bool:
         """Whether what is inside of `home` comes from its input and parameters alone, and leads to the row alone."""

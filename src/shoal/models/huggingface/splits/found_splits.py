@@ -65,8 +65,11 @@ def found_splits(model: Any, except_for: Collection[str]) -> FoundSplits:
 
 def regions_of(block: BlockCopy) -> Iterator[Region]:
     """The regions of a block that were proven."""
-    with torch.enable_grad():
-        candidates = Flow(block).regions()
+    try:
+        with torch.enable_grad():
+            candidates = Flow(block).regions()
+    except Exception:  # it reads what a trial does not give it
+        candidates = []
     tried = (proven(block, region) for region in candidates)
     return (region for region in tried if region is not None)
 

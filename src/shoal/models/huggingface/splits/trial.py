@@ -115,7 +115,8 @@ def _attributes(home: nn.Module, sizes: tuple[int, ...]) -> Iterator[tuple[str, 
         yield heads + features
     config: Any = getattr(home, "config", None)
     said = ("num_attention_heads", "num_key_value_heads")
-    inside = tuple(f"config.{name}" for name in said if type(getattr(config, name, None)) is int)
+    numbers = {name: getattr(config, name, None) for name in said}
+    inside = tuple(f"config.{name}" for name, one in numbers.items() if type(one) is int and one % HALVES == 0)
     if inside:
         yield inside
         yield heads + inside
@@ -136,10 +137,11 @@ def _are_parts(halves: list[_Result], whole: _Result) -> bool:
         return False
     total = torch.stack([half.row for half in halves]).sum(0)
     rest = (pair for half in halves for pair in zip(half.returned, whole.returned, strict=True))
-    return _is_close(total, whole.row) and all(_is_close(one, other) for one, other in rest)
+    return is_close(total, whole.row) and all(is_close(one, other) for one, other in rest)
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
+def is_close(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape and, to rounding, the same numbers."""
     is_alike = one.shape == other.shape
     return is_alike and bool((one - other).abs().amax() <= TOLERANCE * other.abs().amax())
 
