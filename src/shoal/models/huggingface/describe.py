@@ -41,13 +41,13 @@ STYLES = {"colwise": Split.COLUMN, "rowwise": Split.ROW, "replicated_with_grad_a
 def describe(model: Any) -> Description:
     """What can be derived of a model. `why_not` says what cannot, and why."""
     order = order_of(model)
-    why_not = dict(_why_not(model, order.blocks))
+    why_not = dict(_why_not(model, order))
     owners = _owners(model)
     declared = {name: _declared(getattr(model, "tp_plan", None) or {}, name, one) for name, one in owners.items()}
     regions = {name.rpartition(".")[0] for name, style in declared.items() if style in (Split.COLUMN, Split.ROW)}
     followed = {region for region in regions if _is_split_whole(region, declared)}
     found = FoundSplits() if "tp" in why_not else found_splits(model, followed)
-    if not getattr(model, "tp_plan", None) and not found.splits:
+    if "tp" not in why_not and not getattr(model, "tp_plan", None) and not found.splits:
         why_not["tp"] = f"{type(model).__name__} declares no tp_plan, and no layers were found that may be split"
     named = {} if "tp" in why_not else _splits(model, declared, followed, found)
     divides_between = "cp" in why_not or not is_from_embedding(model, order, found)
@@ -100,17 +100,19 @@ def _takes(model: Any, name: str) -> bool:
 # ---- what cannot be divided -----------------------------------------------------------------------------------------
 
 
-def _why_not(model: Any, blocks: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _why_not(model: Any, order: Order) -> Iterator[tuple[str, str]]:
     """Axis → the property of the architecture that is in its way."""
-    kind = type(model).__name__
+    kind, blocks = type(model).__name__, order.blocks
     is_pair = getattr(model.config, "is_encoder_decoder", False)
     if is_pair:
         yield "cp", f"{kind} has an encoder and a decoder, whose tokens have positions of their own"
         if getattr(model, "tp_plan", None):
             yield "tp", f"{kind} has an encoder and a decoder, and splits are derived for one of them alone"
+    for axis in ("pp", "tp", "cp") if order.uncalled else ():
+        yield axis, f"{kind} reads the parameters of {order.uncalled[0]} without calling it"
     if not blocks:
         yield "pp", f"{kind} has no blocks that run one after the other, with all else before or after them"
-    if not is_pair and (why := _why_not_context(model, blocks)) is not None:
+    if not is_pair and not order.uncalled and (why := _why_not_context(model, blocks)) is not None:
         yield "cp", f"{kind} {why}"
 
 
@@ -194,10 +196,11 @@ def _tied(model: nn.Module, order: Order) -> Iterator[tuple[str, str]]:
     first: dict[int, str] = {}
     second: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        if is_inside(known, order.before) and is_inside(name, order.after):
+        if is_inside(name, order.before):
+            first.setdefault(id(parameter), name)
+        if is_inside(name, order.after):
             second.setdefault(id(parameter), name)
-    yield from ((first[key], name) for key, name in second.items())
+    yield from ((first[key], name) for key, name in second.items() if key in first)
 
 
 def _logit_rule(model: Any, head: Any) -> LogitRule | None:

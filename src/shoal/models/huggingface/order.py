@@ -34,6 +34,8 @@ class Order:
     after: tuple[str, ...] = ()
     costs: Mapping[str, float] = field(default_factory=dict)
     """FLOPs of each, where they see sequences of different lengths."""
+    uncalled: tuple[str, ...] = ()
+    """Modules whose parameters others read without calling them: they have no place in the order."""
     is_declared: bool = False
     """Whether the model's class says it."""
 
@@ -83,8 +85,8 @@ def _observed(model: Any) -> Order:
         return Order()
     order = _sorted(model, forward, blocks, beside)
     unrun = [name for name in beside if name not in {call.module for call in forward.calls}]
-    if any(_is_read(skeleton, name, options) for name in unrun):
-        return Order()  # parameters that other modules read are nowhere in the order
+    read = tuple(name for name in unrun if _is_read(skeleton, name, options))
+    order = replace(order, after=tuple(name for name in order.after if name not in read), uncalled=read)
     if not order.blocks or not getattr(model.config, "is_encoder_decoder", False):
         return order
     flops = counter.get_flop_counts()
