@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, field_validator, model_validator
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.bounds import MOST_BATCH, MOST_RANKS, MOST_SEQUENCE, check_bounds
@@ -172,6 +172,17 @@ class OptimSection(Section):
     name: Literal["adamw", "sgd", "lion", "muon", "adafactor", "lamb", "lars"] = "adamw"
     """The optimizer. adamw, sgd and lion update every element by itself, on every layout. muon, lamb and lars read whole
     tensors: they need tp=1 and ep=1. adafactor also needs zero=0."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _reject_two_weights(cls, value: Any) -> Any:
+        if isinstance(value, str) and value.replace("_", "").replace("-", "").startswith("schedulefree"):
+            raise ShoalError(
+                f"optim.name {value} evaluates other weights than it trains, which recipes do not know",
+                fix="--optim.name adamw; or schedulefree.AdamWScheduleFree in a script with shoal.Run (docs/run.md)",
+                code="T074",
+            )
+        return value
 
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""

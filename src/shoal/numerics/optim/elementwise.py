@@ -69,5 +69,6 @@ def _without_state(optimizer: Optimizer, group: dict[str, Any], weights: list[nn
     own = {name: value for name, value in optimizer.__dict__.items() if name not in ("param_groups", "state")}
     hooks = {name: type(value)() for name, value in own.items() if name.endswith("_hooks")}
     other.__dict__ = {**own, **hooks, "state": defaultdict(dict)}
-    other.param_groups = [{**group, "lr": 0.1, "params": weights}]
+    modes = {"train_mode": True} if "train_mode" in group else {}  # of the library schedulefree
+    other.param_groups = [{**group, **modes, "lr": 0.1, "params": weights}]
     return other
