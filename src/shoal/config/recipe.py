@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.bounds import MOST_RANKS, check_bounds
@@ -83,23 +91,39 @@ class ModelSection(Section):
 class OptimSection(Section):
     """The optimizer, its learning rate schedule, gradient clipping and loss scaling."""
 
-    name: Literal["adamw", "sgd", "lion"] = "adamw"
-    """The optimizer. Each updates every element by itself, on every layout."""
+    name: Literal["adamw", "sgd", "lion", "muon", "adafactor", "lamb", "lars"] = "adamw"
+    """The optimizer. adamw, sgd and lion update every element by itself, on every layout. muon, lamb and lars read whole
+    tensors: they need tp=1 and ep=1. adafactor also needs zero=0."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _reject_two_weights(cls, value: Any) -> Any:
+        if isinstance(value, str) and value.replace("_", "").replace("-", "").startswith("schedulefree"):
+            raise ShoalError(
+                f"optim.name {value} evaluates other weights than it trains, which recipes do not know",
+                fix="--optim.name adamw; or schedulefree.AdamWScheduleFree in a script with shoal.Run (docs/run.md)",
+                code="T074",
+            )
+        return value
 
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
 
     weight_decay: NotNegative = 0.1
-    """Decoupled weight decay (adamw, lion) or L2 penalty (sgd) of every parameter with at least two dimensions."""
+    """Decoupled weight decay, or L2 penalty (sgd, lars), of every parameter with at least two dimensions."""
 
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
-    """Decay of the first and second moment (adamw); of the update and of the moment (lion, usually 0.9 and 0.99)."""
+    """Decay of the first and second moment (adamw, lamb, and what muon leaves to adamw); of the update and of the moment
+    (lion, usually 0.9 and 0.99)."""
 
     eps: PositiveFloat = 1e-8
-    """Added to the denominator (adamw)."""
+    """Added to the denominator (adamw, lamb)."""
 
     momentum: Fraction = 0.9
-    """Momentum (sgd)."""
+    """Momentum (sgd, lars, and muon, usually 0.95)."""
+
+    trust: PositiveFloat = 1e-3
+    """The coefficient of the ratio of norms (lars)."""
 
     implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
     """The kernels of the update; the arithmetic is the same. auto: the fastest for this device."""
