@@ -126,7 +126,10 @@ def as_exception(failure: Failure, *, directory: Path, num_workers: int) -> Shoa
         assert isinstance(error, ShoalError)
         return error
     rank = f"rank {failure.rank} of {num_workers}"
-    text = f"{rank} {failure.what}" if failure.is_sudden else f"{rank} failed: {failure.what}\n{failure.details}"
+    details = f"\n{failure.details}" if failure.details else ""
+    text = (
+        f"{rank} {failure.what}{details}" if failure.is_sudden else f"{rank} failed: {failure.what}\n{failure.details}"
+    )
     failed = RunFailed(text, fix=failure.fix, code=failure.code)
     failed.may_pass = failure.may_pass
     return failed
