@@ -59,8 +59,9 @@ class ProcessState:
     is_traced: bool = False
     """A debugger is attached."""
     cpu_seconds: float = 0.0
+    """Of all its threads, and the time in which the main thread was ready to run and had no core."""
     busy: float = 0.0
-    """The fraction of the last seconds in which it computed; 2.0 is two cores."""
+    """The fraction of the last seconds in which it computed, or had to wait for a core; 2.0 is two cores."""
     stopped: float = 0.0
     """Seconds in state T."""
 
@@ -78,8 +79,16 @@ def read_state(pid: int) -> ProcessState:
         letter=fields[0],
         wchan=_wchan(folder),
         is_traced=fields[0] == "t" or tracer != "0",
-        cpu_seconds=(int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
+        cpu_seconds=(int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + _seconds_without_core(folder),
     )
+
+
+def _seconds_without_core(folder: Path) -> float:
+    """How long the main thread was ready to run while other processes had all cores."""
+    try:
+        return int((folder / "schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):  # a kernel without these numbers
+        return 0.0
 
 
 def _wchan(folder: Path) -> str:

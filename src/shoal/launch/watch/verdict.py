@@ -37,7 +37,7 @@ from shoal.launch.watch.thresholds import Thresholds
 Kind = Literal["stopped", "mismatch", "gil", "kernel", "never_entered", "order", "network"]
 
 BUSY = 0.2
-"""Fraction of a core from which a rank counts as computing. Heartbeat and idle threads use less than a hundredth."""
+"""Fraction of the time from which a rank counts as computing. Heartbeat and idle threads use less than a hundredth."""
 SAME_ON_ALL = {"all_reduce", "broadcast", "reduce", "all_gather", "allgather", "_allgather_base", "reduce_scatter"}
 """Operations whose inputs have the same sizes on all ranks. Those of all_to_all, gather and scatter may differ."""
 OLD_BEAT = 2.0
@@ -116,14 +116,17 @@ class _Known:
     def culprit(self) -> Verdict | None:
         """A rank for which others wait, and which waits for none."""
         edges = self._edges()
-        for rank in sorted({late for _, late, _ in edges}):
-            if any(waiter == rank for waiter, _, _ in edges) and self.readings[rank].age < OLD_BEAT:
-                continue
+        for rank in self._roots(edges):
             waiting = tuple(sorted({waiter for waiter, late, _ in edges if late == rank}))
             call = self._call_waited_for(waiting, rank)
             if found := self._judged(rank, waiting, call):
                 return found
         return None
+
+    def _roots(self, edges: list[tuple[int, int, str]]) -> list[int]:
+        """The ranks for which others wait, and which wait for none. A rank without heartbeat has old counters."""
+        waiting = {waiter for waiter, _, _ in edges if self.readings[waiter].age < OLD_BEAT}
+        return sorted({late for _, late, _ in edges} - waiting)
 
     def _judged(self, rank: int, waiting: tuple[int, ...], call: Call | None) -> Verdict | None:
         reading, state = self.readings[rank], self.states.get(rank, ProcessState())
@@ -132,7 +135,7 @@ class _Known:
         if waited < self.thresholds.named(reading.phase, median):
             return None
         is_blocked = state.letter == "D"
-        may_pass = is_blocked or state.busy > BUSY
+        may_pass = is_blocked or state.letter == "R" or state.busy > BUSY
         kind: Kind = "kernel" if is_blocked else "gil" if reading.age > OLD_BEAT else "never_entered"
         return Verdict(
             kind=kind,
@@ -149,7 +152,7 @@ class _Known:
         """Ranks that wait for each other."""
         edges = self._edges()
         waiting = sorted({waiter for waiter, _, _ in edges})
-        if not waiting or not self._is_late(waiting):
+        if not waiting or self._roots(edges) or not self._is_late(waiting):
             return None
         rank = waiting[0]
         calls = {}
