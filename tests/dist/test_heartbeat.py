@@ -86,7 +86,11 @@ def act(how: str) -> None:
     ("how", "code", "text"),
     [
         ("stop", "N025", "was stopped by a signal (SIGSTOP) for 2."),
-        ("shape", "N033", "called all_reduce of float32[7] as #21 of world; ranks 0, 2 called all_reduce of float32[100]"),
+        (
+            "shape",
+            "N033",
+            "called all_reduce of float32[7] as #21 of world; ranks 0, 2 called all_reduce of float32[100]",
+        ),
         ("sleep", "N030", "never entered all_reduce #21 of world (float32[100]); ranks 0, 2 have waited 3."),
         wide("gil", "N031", "holds the GIL"),
     ],

@@ -1,4 +1,4 @@
-"""The verdict over hung ranks, from made-up heartbeats and process states: each row of the table, and no false alarm."""
+"""The verdict over hung ranks, from made-up heartbeats and process states: each row of the table, no false alarm."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.comm.heartbeat.arrivals import Arrivals
 from shoal.comm.heartbeat.board import HeartbeatBoard
 from shoal.comm.heartbeat.recorder import Ticket
 from shoal.launch import cgroup
@@ -21,13 +22,20 @@ GROUPS = {"0": ("world", (0, 1, 2, 3)), "1": ("dp", (0, 1, 2, 3)), "2": ("tp", (
 RUNS = ProcessState()
 
 
-def ticket(number: int, operation: str = "all_reduce", size: int = 8, dtype: str = "Float", done: bool = False) -> Ticket:
+def ticket(
+    number: int, operation: str = "all_reduce", size: int = 8, dtype: str = "Float", done: bool = False
+) -> Ticket:
     return Ticket("1", number, operation, (dtype,), ((size,),), number, done)
 
 
 def waits(number: int = 118, still: float = 4.0, **others: object) -> Reading:
     """A rank in `all_reduce #number` of dp."""
-    fields = {"counters": {"1": (number, number - 1)}, "tickets": (ticket(number),), "still": still, "median_step": 0.03}
+    fields = {
+        "counters": {"1": (number, number - 1)},
+        "tickets": (ticket(number),),
+        "still": still,
+        "median_step": 0.03,
+    }
     return Reading(**{"groups": GROUPS, **fields, **others})  # type: ignore[arg-type]
 
 
@@ -66,7 +74,8 @@ IN_TP = {"1": (118, 118), "3": (43, 42)}
         ("saves for ever", {rank: replace(each, still=541.0, phase="save") for rank, each in WAITING.items()}, RUNS,
          ("never_entered", 2, 118, True)),
         ("all compute", dict.fromkeys(range(4), behind(still=100.0)), RUNS, None),
-        ("a chain", {0: waits(), 1: waits(), 2: behind(), 3: waits(counters=IN_TP)}, RUNS, ("never_entered", 2, None, True)),
+        ("a chain", {0: waits(), 1: waits(), 2: behind(), 3: waits(counters=IN_TP)}, RUNS,
+         ("never_entered", 2, None, True)),
         ("all have entered", dict.fromkeys(range(4), waits(still=31.0)), RUNS, ("network", 0, 118, True)),
         ("on another host", {0: waits(still=99.0), 1: waits(still=99.0)}, RUNS, None),
     ],
@@ -165,14 +174,14 @@ def test_all_limits_follow_from_the_timeout() -> None:
 
 # ---- stacks ---------------------------------------------------------------------------------------------------------
 
-FAULTHANDLER = '''Thread 0x00007f (most recent call first):
+FAULTHANDLER = """Thread 0x00007f (most recent call first):
   File "/x/comm/heartbeat/heart.py", line 9 in _run
 
 Current thread 0x00007e (most recent call first):
   File "/x/model.py", line 3 in read
   File "/x/launch/worker.py", line 7 in work
   File "/x/process.py", line 7 in run
-'''
+"""
 PY_SPY = """Process 5: python
 Python v3.11.7 (/usr/bin/python3.11)
 
@@ -198,7 +207,7 @@ def test_the_stack_that_differs_from_most() -> None:
     assert outliers({0: other, 1: FAULTHANDLER}) == []
 
 
-# ---- shared memory and control groups ---------------------------------------------------------------------------------
+# ---- shared memory and control groups -------------------------------------------------------------------------------
 
 
 def test_a_torn_write_leaves_the_state_before(tmp_path: Path) -> None:
@@ -234,3 +243,32 @@ def test_out_of_memory_kills_of_the_control_group(tmp_path: Path, own: str, file
     assert cgroup.limit(tmp_path, tmp_path / "own") is None
     (tmp_path / file).with_name("memory.max").write_text(str(2**30))
     assert cgroup.limit(tmp_path, tmp_path / "own") == 2**30
+
+
+# ---- stragglers -----------------------------------------------------------------------------------------------------
+
+
+def test_the_rank_that_arrives_last_and_its_cost() -> None:
+    """Ten steps of 50 ms with two collectives each: rank 2 comes 20 ms late, and delays do not add up."""
+    samples: dict[int, dict[tuple[str, int], int]] = {0: {}, 1: {}, 2: {}}
+    for step in range(10):
+        for part in range(2):
+            for rank in samples:
+                at = 1000 * step * 50_000 + 1000 * part * 2000 + (20_000_000 if rank == 2 else rank * 10_000)
+                samples[rank]["1", 2 * step + part] = at
+    samples[0]["1", 99] = 0  # not yet entered by the others
+    samples[0]["2", 1] = 0  # a group of which only one rank is seen
+    arrivals = Arrivals()
+    assert arrivals.straggler() is None
+    arrivals.add(samples, step_seconds=0.05)
+    found = arrivals.straggler()
+    assert found is not None
+    assert (found.rank, found.collectives, found.last_fraction) == (2, 20, 1.0)
+    assert found.late_seconds == pytest.approx(0.02, rel=0.01)
+    assert found.cost_fraction == pytest.approx(0.02 / 0.05, rel=0.15)
+
+
+def test_ranks_that_arrive_together_have_no_straggler() -> None:
+    arrivals = Arrivals()
+    arrivals.add({rank: {("1", n): n * 10**7 + rank * 1000 for n in range(9)} for rank in range(3)}, step_seconds=0.01)
+    assert arrivals.straggler() is None

@@ -19,20 +19,24 @@ SLOT = 32 * 1024
 _HEAD = struct.Struct("<QII")
 
 
+PARTS = 2
+"""Boards in one file: that of heartbeats, and that of samples of arrival times."""
+
+
 class HeartbeatBoard:
     """The slots of all ranks. The file is in a folder that no other user can open."""
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, size: int, *, part: int = 0) -> None:
         with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 2 * size * SLOT)
-        self._number = 0
+            self._memory = mmap.mmap(file.fileno(), 2 * size * SLOT, offset=part * 2 * size * SLOT)
+        self.size, self._number = size, 0
 
     @staticmethod
     def create(path: Path, size: int) -> HeartbeatBoard | None:
         """Create the file before any rank opens it; None on a full disk: then ranks are not watched."""
         draft = path.with_suffix(".part")
         with contextlib.suppress(OSError):
-            draft.write_bytes(bytes(2 * size * SLOT))  # not sparse: a disk that fills later would kill a writer
+            draft.write_bytes(bytes(PARTS * 2 * size * SLOT))  # not sparse: a disk that fills later would kill a writer
             draft.replace(path)
             return HeartbeatBoard(path, size)
         return None

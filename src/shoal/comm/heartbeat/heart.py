@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.comm.heartbeat import recorder
+from shoal.comm.heartbeat.arrivals import Arrivals, Straggler, sample_of
 from shoal.comm.heartbeat.board import HeartbeatBoard
 from shoal.comm.heartbeat.messages import MessageCounter, count_messages
 
@@ -31,6 +32,8 @@ FIRST_STEPS = 3
 """Steps of a worker that may be slow: libraries load, memory is allocated, kernels are chosen."""
 PERIOD = 0.1
 """Seconds between two beats."""
+SAMPLE_EVERY = 3.0
+"""Seconds between two samples of arrivals, which cost 2 ms."""
 STALL = 5
 """Beats without change after which a rank writes its tickets."""
 MOST_TICKETS = 12
@@ -42,8 +45,10 @@ STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 8) + 8
 class Heart:
     """The heartbeat of this process."""
 
-    def __init__(self, board: HeartbeatBoard, *, index: int, stack_file: Path) -> None:
-        self.board, self.index, self.stack_file = board, index, stack_file
+    def __init__(self, board: HeartbeatBoard, samples: HeartbeatBoard, *, index: int, stack_file: Path) -> None:
+        self.board, self.samples, self.index, self.stack_file = board, samples, index, stack_file
+        self.arrivals = Arrivals()
+        self._sample = 0
         self.phase, self.step, self.steps_here = "start", 0, 0
         self.exchanges: Any = None
         """The board on which ranks exchange numbers without a message, if there is one; its waits are counted too."""
@@ -127,9 +132,26 @@ class Heart:
             self._known = {name: (each.axis, each.ranks) for name, each in recorder.groups().items()}
         return self._known
 
+    def straggler(self) -> Straggler | None:
+        """The rank that holds up the others most, as far as rank 0 has seen."""
+        return self.arrivals.straggler()
+
+    def _sample_arrivals(self) -> None:
+        """Write when this rank entered its last collectives; rank 0 also reads the sample before of all ranks."""
+        if self.index == 0 and self._sample:
+            written = [self.samples.read(rank) for rank in range(self.samples.size)]
+            same = {rank: each for rank, each in enumerate(written) if each and each["number"] == self._sample}
+            samples = {rank: {(group, n): ns for group, n, ns in each["arrived"]} for rank, each in same.items()}
+            self.arrivals.add(samples, step_seconds=self._median())
+        self._sample = int(time.monotonic() / SAMPLE_EVERY)
+        self.samples.write(self.index, {"number": self._sample, "arrived": sample_of(recorder.tickets())})
+
     def _run(self) -> None:
-        while not self._end.wait(PERIOD):
+        # At multiples of the period, so that all ranks sample at the same time.
+        while not self._end.wait(PERIOD - time.monotonic() % PERIOD):
             with suppress(Exception):  # a heartbeat must never end a run; a missing one is seen by the supervisor
+                if self.steps_here > FIRST_STEPS and int(time.monotonic() / SAMPLE_EVERY) != self._sample:
+                    self._sample_arrivals()
                 self.beat()
 
 
@@ -172,7 +194,8 @@ def start_heart(board: Path, *, index: int, size: int, stack_file: Path) -> Hear
     global _heart
     if not board.exists():
         return None
-    _heart = Heart(HeartbeatBoard(board, size), index=index, stack_file=stack_file)
+    boards = HeartbeatBoard(board, size), HeartbeatBoard(board, size, part=1)
+    _heart = Heart(*boards, index=index, stack_file=stack_file)
     _heart.start()
     return _heart
 
