@@ -104,6 +104,12 @@ class Heart:
             if not self.board.write(self.index, written):
                 self.board.write(self.index, {**written, "groups": {}, "tickets": _newest(self._tickets)[-4:]})
 
+    def entered(self) -> dict[str, int]:
+        """Axis → collectives that this rank has entered; `board` for the exchanges without a message."""
+        counted = self._counters()
+        axes = {name: axis for name, (axis, _) in self._groups(counted).items()} | {"board": "board"}
+        return {axes[name]: entered for name, (entered, _) in counted.items() if name in axes}
+
     def begin(self, phase: str) -> str:
         """Enter a phase; returns the one before."""
         before, self.phase = self.phase, phase

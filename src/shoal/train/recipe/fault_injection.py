@@ -1,8 +1,12 @@
-"""Inject the faults of SHOAL_FAULTS (`shoal.blueprint.faults`) between backward and update, where peers wait."""
+"""Inject the faults of SHOAL_FAULTS (`shoal.blueprint.faults`) between backward and update, where peers wait.
+
+With SHOAL_FAULTS_LOG, a rank appends to that file when it is about to fail, and which collectives it has entered.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import time
@@ -11,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from shoal.blueprint.faults import GENERATION, MISMATCHES, VARIABLE, Fault, Faults
+from shoal.comm.heartbeat.heart import heart
 from shoal.train.run import Run
 
+LOG = "SHOAL_FAULTS_LOG"
 AN_HOUR = 3600.0
 
 
@@ -27,6 +33,7 @@ def inject_faults(run: Run, generation: int) -> None:
 
     def fail() -> None:
         step = run.steps_done + 1
+        _log(faults, mismatches, run.world.rank, step)
         if faults.due("kill_at", step=step):
             os.kill(os.getpid(), signal.SIGKILL)
         if faults.due("fail_allreduce_at", step=step):
@@ -37,6 +44,17 @@ def inject_faults(run: Run, generation: int) -> None:
                 _mismatch(run, fault)
 
     run.on_gradients = fail
+
+
+def _log(faults: Faults, mismatches: list[Fault], rank: int, step: int) -> None:
+    """Append the faults of this step to the log, if there is one."""
+    path, beating = os.environ.get(LOG), heart()
+    due = [fault for fault in faults.ordered if fault.step == step and fault not in mismatches]
+    due += [fault for fault in mismatches if fault.step == step and fault.rank in (None, rank)]
+    if path and due and beating is not None:
+        counters = beating.entered()
+        with open(path, "a") as file:
+            file.write(json.dumps({"at": time.monotonic(), "rank": rank, "step": step, "counters": counters}) + "\n")
 
 
 def _hang(faults: Faults, step: int) -> None:
