@@ -264,8 +264,18 @@ def test_the_rank_that_arrives_last_and_its_cost() -> None:
     found = arrivals.straggler()
     assert found is not None
     assert (found.rank, found.collectives, found.last_fraction) == (2, 20, 1.0)
+    assert found.stands_out
     assert found.late_seconds == pytest.approx(0.02, rel=0.01)
     assert found.cost_fraction == pytest.approx(0.02 / 0.05, rel=0.15)
+
+
+def test_ranks_that_are_late_in_turns_do_not_stand_out() -> None:
+    samples = {rank: {("1", n): n * 10**7 + (n % 2 == rank) * 10**6 for n in range(20)} for rank in range(2)}
+    arrivals = Arrivals()
+    arrivals.add(samples, step_seconds=0.01)
+    found = arrivals.straggler()
+    assert found is not None
+    assert not found.stands_out
 
 
 def test_ranks_that_arrive_together_have_no_straggler() -> None:

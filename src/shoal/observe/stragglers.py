@@ -33,9 +33,11 @@ class Stragglers:
         return found
 
     def warning(self, num_ranks: int) -> Problem | None:
-        """A warning, once, when a rank costs more than a tenth of the time."""
+        """A warning, once, when one rank costs more than a tenth of the time."""
         found = self._found()
-        if found is None or self._has_warned or found.cost_fraction < WARN or found.collectives < FEWEST:
+        if found is None or self._has_warned or found.collectives < FEWEST:
+            return None
+        if found.cost_fraction < WARN or not found.stands_out:
             return None
         self._has_warned = True
         share, late = f"{found.last_fraction:.0%}", f"{found.late_seconds * 1e3:.1f} ms"

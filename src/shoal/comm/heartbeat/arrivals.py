@@ -40,6 +40,8 @@ class Straggler:
     """The part of the time in which the others waited for it alone; at least this."""
     collectives: int
     """Sampled collectives."""
+    stands_out: bool
+    """Whether it costs more than twice as much as any other rank. Else the ranks are late in turns."""
 
 
 @dataclass(slots=True)
@@ -76,7 +78,7 @@ class Arrivals:
         """The rank that costs most; None: there were no samples, or all arrive together."""
         if not self.costs or not self.seconds:
             return None
-        rank, cost = max(self.costs.items(), key=lambda each: each[1])
+        (cost, rank), *others = sorted(((cost, rank) for rank, cost in self.costs.items()), reverse=True)
         delays = self.delays[rank]
         return Straggler(
             rank=rank,
@@ -84,6 +86,7 @@ class Arrivals:
             late_seconds=statistics.median(delays),
             cost_fraction=min(1.0, cost / self.seconds),
             collectives=self.collectives,
+            stands_out=not others or cost > 2 * others[0][0],
         )
 
 

@@ -1,8 +1,8 @@
 """The Python stacks of a worker, and the rank whose stack differs from the others'.
 
-py-spy reads the memory of a process from outside, also of a stopped one; it is used where it is installed
-(`pip install shoal[debug]`). Else the worker itself writes its stacks on a signal, by a handler in C that needs no GIL.
-A stopped process acts on no signal: it is about to be ended, so it is continued for the moment of that handler.
+The worker itself writes its stacks on a signal, by a handler in C that needs no GIL. A process that does not answer is
+read from outside by py-spy, where it is installed (the extra `debug`); so is a stopped one. Without py-spy, a stopped
+process, which is about to be ended, is continued for the moment of that handler.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 
 from shoal.comm.heartbeat.heart import STACK_SIGNAL
 
-PATIENCE = 0.5
-"""Seconds for a worker to write its stacks, which takes it some milliseconds."""
+PATIENCE = 2.0
+"""Seconds for a worker to write its stacks, which takes it some milliseconds on a machine that is not overloaded."""
 DEBUGGERS = re.compile(r"\b(pdb|bdb|debugpy|_?pydevd\w*|remote_pdb|web_pdb|pudb|ipdb)\b|IPython/terminal/debugger")
 _OWN_THREADS = ("heartbeat/heart.py", "wait_for_the_end")
 _FRAME = re.compile(r'^\s*(?:File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)|(?P<spy>\S.*\(.+:\d+\)))$')
@@ -29,7 +29,9 @@ _FRAME = re.compile(r'^\s*(?:File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<n
 
 def stack_of(pid: int, path: Path, *, is_stopped: bool = False) -> str:
     """The stacks of all threads of a process, the main thread's first; empty: they could not be read."""
-    return _by_spy(pid) or _by_signal(pid, path, is_stopped=is_stopped)
+    if is_stopped:
+        return _by_spy(pid) or _by_signal(pid, path, is_stopped=True)
+    return _by_signal(pid, path, is_stopped=False) or _by_spy(pid)
 
 
 def _by_spy(pid: int) -> str:
