@@ -173,8 +173,8 @@ class LaunchSection(Section):
 
     timeout: Annotated[float, Number, Field(gt=0, le=1e8)] = 600.0
     """The longest wait in seconds. It applies to a rank that waits for others in a step or a save, or for a batch. It
-    also applies to the launcher that waits for ranks after one has ended, or for a stopped one (SIGSTOP). Set it longer
-    than the slowest save."""
+    also applies to the launcher that waits for ranks after one has ended. Ranks that hang in a step are ended much
+    earlier (docs/faults.md). Set it longer than the slowest save."""
 
     grace_period: PositiveFloat = 30.0
     """Seconds that ranks have to finish their step and to save after Ctrl-C, SIGTERM or SIGUSR1. Then they are
