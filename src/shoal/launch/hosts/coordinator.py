@@ -1,0 +1,201 @@
+"""The coordinator of a run on several hosts: it starts the agents, and one generation after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from shoal.comm.rendezvous.key import Key
+from shoal.errors import ShoalError
+from shoal.launch.hosts.generation import Generation, Job
+from shoal.launch.hosts.hostlist import HostSpec
+from shoal.launch.hosts.lifetime import forked
+from shoal.launch.hosts.members import Member, Members
+from shoal.launch.hosts.ssh import NOBODY, Command, start_agent, why_ended
+from shoal.launch.hosts.store import StoreProcess, close_all_but
+
+SECONDS_TO_NOTE = 8.0
+"""Seconds after which hosts that have not joined are named."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+LocalAgent = Callable[[tuple[str, int], str, str], int]
+"""Serves as the agent of this host: address, key and name; returns an exit code."""
+
+
+@dataclass(slots=True)
+class Coordinator:
+    """All that one run on several hosts needs, from its first agent to its end."""
+
+    members: Members
+    store: StoreProcess
+    job: Job
+    ssh: str
+    key_text: str = field(repr=False)
+    local_agent: LocalAgent
+    timeout: float
+    commands: dict[Member, Command] = field(default_factory=dict)
+    local_agents: list[int] = field(default_factory=list)
+    signals: list[int] = field(default_factory=list)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The address at which agents join."""
+        host, port = self.members.listening.getsockname()[:2]
+        return str(host), int(port)
+
+    def run(self, number: int) -> Any:
+        """Run a generation on all hosts; returns the value of rank 0."""
+        self.start_agents()
+        self.wait_for_hosts()
+        hosts = self.members.present
+        generation = Generation(number, self.members, hosts, self.job, self.store.address, self.signals)
+        self.store.publish({"generation": number, "hosts": [[host.name, host.spec.slots] for host in hosts]})
+        try:
+            return generation.run()
+        except BaseException:
+            generation.stop_all(0.0)
+            raise
+
+    def start_agents(self) -> None:
+        """Start the agents of hosts that have none."""
+        if self.ssh == NOBODY:
+            return
+        for member in self.members.members:
+            if member.is_here or (member in self.commands and self.commands[member].process.poll() is None):
+                continue
+            if member.spec.is_local:
+                serve = partial(_be_agent, self.local_agent, self.address, self.key_text, member.name)
+                self.local_agents.append(forked(serve))
+            else:
+                self.commands[member] = start_agent(member.spec, self.address, self.key_text, self.ssh)
+
+    def wait_for_hosts(self) -> None:
+        """Return when every host has joined."""
+        began = time.monotonic()
+        is_noted = False
+        while missing := [member for member in self.members.members if not member.is_here]:
+            self._raise_on_signal()
+            self.members.turn()
+            for member in missing:
+                command = self.commands.get(member)
+                if command is not None:
+                    command.read()
+                    if command.process.poll() is not None and not member.is_here:
+                        raise why_ended(command)
+            waited = time.monotonic() - began
+            if waited > SECONDS_TO_NOTE and not is_noted:
+                is_noted = True
+                self.members.say(self._waiting_for(missing))
+            if waited > self.timeout:
+                raise self._missing(missing, waited)
+
+    def _waiting_for(self, missing: Sequence[Member]) -> str:
+        names = ", ".join(member.name for member in missing)
+        rejected = ", ".join(self.members.rejected)
+        key = f"; processes at {rejected} were rejected: they hold another key" if rejected else ""
+        host, port = self.address
+        return f"waiting for {names}{key}\n    fix: on each of them: shoal agent --join {host}:{port} --name NAME"
+
+    def _missing(self, missing: Sequence[Member], waited: float) -> ShoalError:
+        what, _, fix = self._waiting_for(missing).partition("\n    fix: ")
+        return ShoalError(f"no agent joined in {waited:.0f} s: {what}", fix=fix, code="N058")
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, and keep the agents' heartbeats going."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._raise_on_signal()
+            self.members.turn(min(0.1, max(0.0, until - time.monotonic())))
+
+    def _raise_on_signal(self) -> None:
+        if self.signals:
+            number = self.signals.pop(0)
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    def close(self) -> None:
+        """Let the agents go, and end the store."""
+        import os
+
+        self.members.send(self.members.present, {"do": "leave"})
+        deadline = time.monotonic() + 2.0
+        while self.members.present and time.monotonic() < deadline:
+            self.members.turn(0.05)
+        self.members.listening.close()
+        for member in self.members.present:
+            self.members.lose(member, "the run has ended")
+        for command in self.commands.values():
+            command.end(1.0)
+        for pid in self.local_agents:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        self.store.close()
+
+
+@contextlib.contextmanager
+def coordinating(
+    hosts: Sequence[HostSpec],
+    address: tuple[str, int],
+    job: Job,
+    *,
+    key: Key | None,
+    ssh: str,
+    local_agent: LocalAgent,
+    timeout: float,
+) -> Iterator[Coordinator]:
+    """A coordinator that listens at an address. `key` None: a fresh key, which only started agents get."""
+    key_text = secrets.token_hex(32)
+    secret = key.secret if key is not None else secret_of(key_text)
+    try:
+        listening = socket.create_server(address, backlog=512)
+        store = StoreProcess.start(address[0], address[1] + 1 if address[1] else 0, secret)
+    except OSError as error:
+        what = f"cannot listen at {address[0]}:{address[1]} and the next port: {error.strerror or error}"
+        raise ShoalError(what, fix="--listen with an address of this host and a free port", code="N060") from None
+    members = Members(hosts, secret, listening, _say)
+    coordinator = Coordinator(members, store, job, ssh, key_text, local_agent, timeout)
+    with _receiving_signals(coordinator.signals):
+        try:
+            yield coordinator
+        finally:
+            coordinator.close()
+
+
+def secret_of(text: str) -> bytes:
+    """The secret of a key that was handed over as text."""
+    import hashlib
+
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _be_agent(serve: LocalAgent, address: tuple[str, int], key: str, name: str) -> int:
+    close_all_but()  # else connections of the coordinator would not end with it
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    return serve(address, key, name)
+
+
+@contextlib.contextmanager
+def _receiving_signals(signals: list[int]) -> Iterator[None]:
+    def enqueue(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    before = {number: signal.signal(number, enqueue) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(text: str) -> None:
+    print(f"shoal: {text}", file=sys.stderr, flush=True)
