@@ -27,6 +27,9 @@ class Agent:
     key_from_stdin: bool = False
     """Read the key from the first line of stdin."""
 
+    json: bool = False
+    """Print an error as one JSON object."""
+
 
 def main(arguments: Sequence[str]) -> int:
     """Serve the coordinator; 0 when it let this agent go."""

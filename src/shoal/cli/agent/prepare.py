@@ -31,7 +31,7 @@ class TrainVerb:
     def prepare(self, order: Message) -> tuple[Message, Callable[[Message], Work]]:
         """Load and check the job of an order."""
         options, reading = self.parse(order["words"])
-        _check_recipe(options.recipe, order)
+        check_recipe(options.recipe, order)
         placement = Placement(
             rank=order["first_rank"], world_size=order["world_size"], local_rank=0, local_world_size=order["num_local"]
         )
@@ -64,7 +64,8 @@ class TrainVerb:
         return Work(function=train, args=(job, invocation), finish=finish, **times)
 
 
-def _check_recipe(path: Path | None, order: Message) -> None:
+def check_recipe(path: Path | None, order: Message) -> None:
+    """Reject a recipe that is missing on this host, or is another file than the coordinator's."""
     if path is None or order["recipe"] is None:
         return
     where = f"{order['name']}:{Path.cwd()}/"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import secrets
 import signal
 import socket
@@ -123,15 +125,11 @@ class Coordinator:
 
     def close(self) -> None:
         """Let the agents go, and end the store."""
-        import os
-
         self.members.send(self.members.present, {"do": "leave"})
         deadline = time.monotonic() + 2.0
         while self.members.present and time.monotonic() < deadline:
             self.members.turn(0.05)
-        self.members.listening.close()
-        for member in self.members.present:
-            self.members.lose(member, "the run has ended")
+        self.members.close()
         for command in self.commands.values():
             command.end(1.0)
         for pid in self.local_agents:
@@ -172,8 +170,6 @@ def coordinating(
 
 def secret_of(text: str) -> bytes:
     """The secret of a key that was handed over as text."""
-    import hashlib
-
     return hashlib.sha256(text.encode()).digest()
 
 

@@ -108,6 +108,14 @@ class Members:
             self._accept()
         return [*events, *self._silent()]
 
+    def close(self) -> None:
+        """Close all connections, and listen no more."""
+        for member in self.present:
+            self.lose(member, "the run has ended")
+        for each in (*self._strangers, *(channel for channel, _ in self._unnamed)):
+            each.socket.close()
+        self.listening.close()
+
     def _sources(self) -> Iterator[tuple[socket.socket, bool]]:
         yield self.listening, False
         for stranger in self._strangers:
@@ -241,8 +249,8 @@ class Members:
                 channel.send({"do": "leave"})
             channel.close()
             return []
-        self._check_versions(member, hello)
         member.channel, member.address = channel, address
+        self._check_versions(member, hello)
         return [(member, {**hello, "say": "joined"})]
 
     def _check_versions(self, member: Member, hello: Message) -> None:

@@ -26,7 +26,7 @@ def plain_error(error: ShoalError) -> dict[str, Any]:
 
 def error_from(report: dict[str, Any], *, host: str = "") -> ShoalError:
     """The error of a report; `host`: where it was raised, if that matters."""
-    problems = [Problem(str(code), str(what), str(fix)) for code, what, fix in report["problems"]]
+    problems = [Problem(*map(str, each)) for each in report["problems"]]
     if host:
         problems = [each.within(f"host {host}") for each in problems]
     if not report["has_failed"]:

@@ -7,6 +7,7 @@ a host can read.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import subprocess
@@ -14,7 +15,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.errors import ShoalError
+from shoal.errors import Problem, ShoalError
 from shoal.launch.hosts.hostlist import HostSpec
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=6 {host}"
@@ -90,7 +91,7 @@ def command_for(host: HostSpec, address: tuple[str, int], template: str) -> list
     script = (
         f"cd {shlex.quote(os.getcwd())} 2>/dev/null || exit {_NO_DIRECTORY}; command -v {python} >/dev/null ||"
         f" exit {_NO_PYTHON}; exec {python} -m shoal agent --join {address[0]}:{address[1]}"
-        f" --name {shlex.quote(host.name)} --key-from-stdin"
+        f" --name {shlex.quote(host.name)} --key-from-stdin --json"
     )
     if Path(words[0]).name in _TAKES_ONE_STRING:  # a shell on the other host splits the string again
         return [*words, "--", f"sh -c {shlex.quote(script)}"]
@@ -102,28 +103,28 @@ def why_ended(command: Command) -> ShoalError:
     host, code, text = command.host.name, command.process.returncode, command.text
     cwd, python = os.getcwd(), sys.executable
     last = text.splitlines()[-1] if text else ""
+    if (own := _own_error(text)) is not None:
+        return own
     if code == _NO_DIRECTORY:
-        what, fix = f"host {host} has no directory {cwd!r}", f"ssh {host} mkdir -p {cwd}, with the same files as here"
-        return ShoalError(what, fix=fix, code="N055")
+        fix = f"ssh {host} mkdir -p {cwd}, with the same files as here"
+        return ShoalError(f"host {host} has no directory {cwd!r}", fix=fix, code="N055")
     if code == _NO_PYTHON:
-        what, fix = f"host {host} has no {python!r}", "install the same environment there, under the same path"
-        return ShoalError(what, fix=fix, code="N055")
+        fix = "install the same environment there, under the same path"
+        return ShoalError(f"host {host} has no program {python!r}", fix=fix, code="N055")
     if "No module named" in text:
-        what = f"host {host} has no shoal in {python!r}: {last}"
-        return ShoalError(what, fix=f"ssh {host} {python} -m pip install PATH_OF_SHOAL", code="N055")
-    if "[N05" in text:  # the agent's own words
-        body = text.partition("bad input: ")[2] or text.partition("the run failed: ")[2] or text
-        return _own_error(body)
+        fix = f"ssh {host} {python} -m pip install PATH_OF_SHOAL"
+        return ShoalError(f"host {host} has no shoal in {python!r}: {last}", fix=fix, code="N055")
     shown = f": {last}" if last else ""
-    what = f"the agent of host {host} could not be started, exit code {code}{shown}"
-    by = shlex.join(command.words[: max(1, len(command.words) - 2)])
-    return ShoalError(what, fix=f"`{by} true` has to work without a password; or --ssh 'COMMAND {{host}}'", code="N054")
+    by = shlex.join(command.words[: max(1, len(command.words) - (2 if "--" in command.words else 3))])
+    fix = f"`{by} true` has to work without a password; or --ssh 'COMMAND {{host}}'"
+    what = f"the agent of host {host} cannot be started: exit code {code}{shown}"
+    return ShoalError(what, fix=fix, code="N054")
 
 
-def _own_error(text: str) -> ShoalError:
-    """The error that an agent has printed."""
-    lines = [line for line in text.splitlines() if not line.startswith("shoal explain")]
-    first = lines[0]
-    what, _, code = first.rpartition(" [")
-    fix = next((line.partition("fix: ")[2] for line in lines if "fix: " in line), "")
-    return ShoalError(what, fix=fix, code=code[:4])
+def _own_error(text: str) -> ShoalError | None:
+    """The error that an agent has printed as JSON; None: it has printed none."""
+    line = next((line for line in text.splitlines() if line.startswith('{"error":')), None)
+    if line is None:
+        return None
+    problems = json.loads(line)["error"]["problems"]
+    return ShoalError(*(Problem(**each) for each in problems))

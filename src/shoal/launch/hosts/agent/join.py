@@ -69,6 +69,7 @@ def join(address: tuple[str, int], key: Key, name: str) -> Channel:
     try:
         channel = prove(connection, key.secret)
     except WrongKey as error:
+        connection.close()
         raise ShoalError(
             f"the coordinator at {_shown(address)} and this host hold different keys: {error};"
             f" this host has the key of {key.source}",
@@ -76,6 +77,7 @@ def join(address: tuple[str, int], key: Key, name: str) -> Channel:
             code="N052",
         ) from None
     except Ended as error:
+        connection.close()
         raise _unreachable(address, error, name) from None
     channel.send({"say": "hello", "name": name, **facts()})
     return channel

@@ -55,8 +55,9 @@ def _prepared(order: Message, prepare: Prepare) -> tuple[Message, Callable[[Mess
     except ShoalError as error:
         return {"say": "rejected", **about, "error": plain_error(error)}, None
     except BaseException as error:
-        what = f"{type(error).__name__}: {error}\n{traceback.format_exc()[-10_000:]}"
-        return {"say": "rejected", **about, "error": plain_error(RunFailed(what, code="N022"))}, None
+        trace = "\n" + traceback.format_exc()[-10_000:]
+        what = f"the job cannot be loaded: {type(error).__name__}: {error}{trace}"
+        return {"say": "rejected", **about, "error": plain_error(RunFailed(what, code="N063"))}, None
     finally:
         _flush()
     return {"say": "prepared", **about, **facts}, make_work
