@@ -7,11 +7,13 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from shoal.cli.agent.keys import handed_over, shared_key
 from shoal.cli.agent.prepare import TrainVerb
 from shoal.config.recipe import Recipe
+from shoal.elastic.replan import plan_for_ranks
 from shoal.elastic.restart import with_restarts
 from shoal.errors import ShoalError
 from shoal.launch.hosts.agent.join import run_agent
@@ -35,6 +37,7 @@ def train_on_hosts(
         name=secrets.token_hex(8),
         grace_period=recipe.launch.grace_period,
         start_time=start_time,
+        plan_for=partial(_plan_for, recipe, sum(host.slots for host in hosts)),
     )
 
     def be_agent(address: tuple[str, int], key: str, name: str) -> int:
@@ -48,10 +51,25 @@ def train_on_hosts(
         ssh=ssh,
         local_agent=be_agent,
         timeout=recipe.launch.timeout,
+        min_hosts=_min_hosts(options.min_hosts, len(hosts)),
     ) as coordinator:
         most = 0 if recipe.run.fast_dev_run else recipe.launch.max_restarts
         value = with_restarts(coordinator.run, most=most, say=_say, sleep=coordinator.pause)
     return value["summary"], value["is_written"]
+
+
+def _plan_for(recipe: Recipe, all_ranks: int, world_size: int) -> str | None:
+    """The plan for the ranks that are left; None: that of the command, or the planner's."""
+    if world_size == all_ranks or recipe.run.planned:
+        return None
+    return str(plan_for_ranks(recipe.plan, world_size, recipe.data.global_batch))
+
+
+def _min_hosts(wanted: int | None, num_hosts: int) -> int:
+    if wanted is not None and not 1 <= wanted <= num_hosts:
+        what = f"--min-hosts must be 1 to {num_hosts}, the number of hosts, got {wanted}"
+        raise ShoalError(what, fix="--min-hosts 1", code="N065")
+    return wanted or num_hosts
 
 
 def _reject_memory_tier(recipe: Recipe) -> None:

@@ -30,7 +30,8 @@ class TrainVerb:
 
     def prepare(self, order: Message) -> tuple[Message, Callable[[Message], Work]]:
         """Load and check the job of an order."""
-        options, reading = self.parse(order["words"])
+        plan = [] if order["plan"] is None else ["--plan", str(order["plan"])]
+        options, reading = self.parse([*order["words"], *plan])
         check_recipe(options.recipe, order)
         placement = Placement(
             rank=order["first_rank"], world_size=order["world_size"], local_rank=0, local_world_size=order["num_local"]
@@ -58,7 +59,8 @@ class TrainVerb:
         )
 
         def finish(summary: dict[str, Any]) -> dict[str, Any]:
-            return {"summary": summary, "is_written": self.write_result(job, summary)}
+            is_written = self.write_result(job, summary)
+            return {"summary": summary, "is_written": is_written, "was_stopped": summary["was_stopped"]}
 
         times = {"grace_period": launch.grace_period, "timeout": launch.timeout}
         return Work(function=train, args=(job, invocation), finish=finish, **times)

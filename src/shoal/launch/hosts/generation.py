@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.errors import RunFailed, ShoalError
@@ -42,6 +42,12 @@ class Job:
     """A random name of this run."""
     grace_period: float
     start_time: float
+    plan_for: Callable[[int], str | None]
+    """The plan for a number of ranks; None: that of the command."""
+
+
+class Grown(Exception):
+    """The workers have saved and ended, so that a host that has come back can take part."""
 
 
 @dataclass(slots=True)
@@ -55,6 +61,9 @@ class Generation:
     store: tuple[str, int]
     signals: list[int]
     """Received signals that are still to be handled."""
+    revive: Callable[[], None]
+    """Called in each turn: start the agents of hosts that are missing."""
+    plan: str = ""
     prepared: dict[Member, Message] = field(default_factory=dict)
     done: dict[Member, Message] = field(default_factory=dict)
     failures: list[tuple[Failure, Message, Member]] = field(default_factory=list)
@@ -62,6 +71,8 @@ class Generation:
     saved_step: int | None = None
     passed_on: int | None = None
     kill_at: float | None = None
+    grows: bool = False
+    """Whether the workers were stopped because a host has come back."""
 
     @property
     def world_size(self) -> int:
@@ -91,6 +102,7 @@ class Generation:
             self.all.send([host], self.order_to_prepare(host))
         self._wait_for_all_prepared()
         lead = self.prepared[self.hosts[0]]
+        self.plan = str(lead["plan"])
         others = [host for host in self.hosts if self.prepared[host]["plan"] != lead["plan"]]
         for host in others:  # `plan: auto` depends on the calibration of a host; one plan has to hold on all
             del self.prepared[host]
@@ -103,7 +115,7 @@ class Generation:
         return {
             "do": "prepare", "generation": self.number, "words": list(self.job.words), "recipe": self.job.recipe,
             "world_size": self.world_size, "num_local": host.spec.slots, "first_rank": self.first_rank(host),
-            "plan": None, "name": host.name,
+            "plan": self.job.plan_for(self.world_size), "name": host.name,
         }  # fmt: skip
 
     def _wait_for_all_prepared(self) -> None:
@@ -154,6 +166,8 @@ class Generation:
         while len(self.done) < len(self.hosts):
             for host, event in self.all.turn():
                 self._note(host, event)
+                self._welcome_back(host, event)
+            self.revive()
             self._pass_on_signals()
             if self.failures:
                 first_seen = first_seen or time.monotonic()
@@ -164,7 +178,10 @@ class Generation:
         killed = next((event["signal"] for event in self.done.values() if event["outcome"] == "killed"), None)
         if killed is not None:
             raise KeyboardInterrupt if killed == signal.SIGINT else SystemExit(128 + int(killed))
-        return self.done[self.hosts[0]]["value"]
+        value = self.done[self.hosts[0]]["value"]
+        if self.grows and value["was_stopped"]:
+            raise Grown
+        return value
 
     def _note(self, host: Member, event: Message) -> None:
         if host not in self.hosts or event.get("generation", self.number) != self.number:
@@ -182,6 +199,19 @@ class Generation:
         elif event["say"] in ("lost", "runner ended", "template ended") and host not in self.done:
             why = str(event.get("why", "its processes were killed"))
             self.failures.append((self._loss(host, why), {}, host))
+
+    def _welcome_back(self, host: Member, event: Message) -> None:
+        """Let a host that has come back load the job; then save, and end this generation for one with that host."""
+        if host in self.hosts or self.passed_on is not None:
+            return
+        if event["say"] == "joined":
+            larger = [each for each in self.all.members if each in self.hosts or each is host]
+            wider = replace(self, number=self.number, hosts=larger)
+            self.all.send([host], wider.order_to_prepare(host))
+        elif event["say"] == "prepared" and not self.grows:
+            self.grows = True
+            self.all.say(f"host {host.name} is back: saving, to continue on {len(self.hosts) + 1} hosts")
+            self.all.send(self.hosts, {"do": "signal", "number": int(signal.SIGTERM)})
 
     def _loss(self, host: Member, why: str) -> Failure:
         what = f"host {host.name} ({self.ranks(host)}) is lost: {why}"
@@ -231,6 +261,7 @@ class Generation:
     def _pass_on_signals(self) -> None:
         if self.signals:
             number = self.signals.pop(0)
+            self.grows = False
             if self.passed_on is not None:  # a second signal kills
                 self.stop_all(0.0)
                 raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from shoal.errors import ShoalError
 from shoal.launch.hosts.hostlist import HostSpec
-from shoal.launch.hosts.messages import BEAT, SILENCE, Channel, Ended, Message, Stranger, WrongKey
+from shoal.launch.hosts.messages import BEAT, PROCESS_SILENCE, Channel, Ended, Message, Stranger, WrongKey
 from shoal.launch.hosts.versions import MUST_AGREE, facts
 
 TURN = 0.1
@@ -68,6 +68,7 @@ class Members:
     """Authenticated connections that have not said their name yet."""
     _rejected: Counter[str] = field(default_factory=Counter)
     _next_beat: float = 0.0
+    _stalled: float = 0.0
     _last_turn: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -129,9 +130,7 @@ class Members:
     def _beat(self) -> None:
         now = time.monotonic()
         if now - self._last_turn > 1.0:  # this process was stopped, or slept: it knows nothing about the others
-            for member in self.present:
-                assert member.channel is not None
-                member.channel.last_read += now - self._last_turn
+            self._stalled = now - self._last_turn
         self._last_turn = now
         if now >= self._next_beat:
             self._next_beat = now + BEAT
@@ -152,9 +151,9 @@ class Members:
         return [(member, message) for message in messages if message.get("say") not in ("beat", "output")]
 
     def _silent(self) -> list[Event]:
-        now = time.monotonic()
-        late = [each for each in self.present if each.channel and now - each.channel.last_read > SILENCE]
-        return [self.lose(member, f"nothing was heard from it for {SILENCE:g} s") for member in late]
+        stalled, self._stalled = self._stalled, 0.0
+        silent = [(each, each.channel.silence(stalled)) for each in self.present if each.channel is not None]
+        return [self.lose(member, why) for member, why in silent if why]
 
     def lose(self, member: Member, why: str) -> Event:
         """Forget the connection of a member."""
@@ -222,7 +221,7 @@ class Members:
         for channel, address in list(self._unnamed):
             try:
                 messages = channel.read() if channel.socket in ready else []
-                if not messages and time.monotonic() - channel.last_read > SILENCE:
+                if not messages and time.monotonic() - channel.last_read > PROCESS_SILENCE:
                     raise Ended("it did not say its name")
             except Ended:
                 channel.close()

@@ -12,10 +12,13 @@ or sent back has a wrong MAC: its number or its direction differs. Nothing is en
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
 import json
 import secrets
 import socket
+import struct
+import termios
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +37,9 @@ SECONDS_TO_PROVE = 5.0
 BEAT = 0.5
 """Seconds between two heartbeats."""
 SILENCE = 3.0
-"""Seconds without a message, after which the other side is lost."""
+"""Seconds in which the other host acknowledges no packet, after which it is lost."""
+PROCESS_SILENCE = 30.0
+"""Seconds without a message of a process whose host acknowledges packets: it is stopped, or gets no processor."""
 
 Message = dict[str, Any]
 
@@ -56,6 +61,8 @@ class Channel:
     reads_with: bytes = field(repr=False)
     last_read: float = field(default_factory=time.monotonic)
     """When the peer was heard last."""
+    last_acked: float = field(default_factory=time.monotonic)
+    """When its host had last acknowledged all that was sent."""
     _sent: int = 0
     _read: int = 0
     _outgoing: bytearray = field(default_factory=bytearray)
@@ -70,6 +77,29 @@ class Channel:
         self.flush()
         if len(self._outgoing) > MOST_QUEUED:
             raise Ended("it reads nothing")
+
+    def silence(self, stalled: float = 0.0) -> str:
+        """Why the peer counts as lost; empty: it does not. `stalled`: seconds for which this process did not run.
+
+        The kernel of a host acknowledges packets also while its processes get no processor. So a host that is only busy
+        is not taken for a lost one, and a lost one is noticed long before TCP gives up.
+        """
+        now = time.monotonic()
+        self.last_read += stalled
+        self.last_acked += stalled
+        if not self._unacknowledged:
+            self.last_acked = now
+        if now - self.last_acked > SILENCE:
+            return f"its host has not answered for {SILENCE:g} s"
+        if now - self.last_read > PROCESS_SILENCE:
+            return f"its host answers, but its agent has said nothing for {PROCESS_SILENCE:g} s"
+        return ""
+
+    @property
+    def _unacknowledged(self) -> int:
+        """Bytes that were sent and that the other host has not acknowledged."""
+        found = fcntl.ioctl(self.socket.fileno(), termios.TIOCOUTQ, bytes(4))
+        return struct.unpack("i", found)[0]
 
     @property
     def has_unsent(self) -> bool:

@@ -41,23 +41,20 @@ def run_agent(address: tuple[str, int], key: Key, name: str, prepare: Prepare) -
             try:
                 agent.serve(channel)
                 return 0
-            except Silent:
-                _say(f"nothing was heard from the coordinator at {_shown(address)}; the workers here were ended")
+            except (Silent, Ended):
                 agent.lose_coordinator()
+                _say(f"the connection to the coordinator at {_shown(address)} is lost; the workers here were ended")
                 channel = _rejoin(address, key, name)
-    except Ended:
-        _say(f"the coordinator at {_shown(address)} has ended, and so do the workers here")
-        return 3
     finally:
         agent.close()
 
 
-def join(address: tuple[str, int], key: Key, name: str) -> Channel:
+def join(address: tuple[str, int], key: Key, name: str, seconds: float = SECONDS_TO_CONNECT) -> Channel:
     """Connect, authenticate both sides, and introduce this host."""
-    deadline = time.monotonic() + SECONDS_TO_CONNECT
+    deadline = time.monotonic() + seconds
     while True:
         try:
-            connection = socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic()))
+            connection = socket.create_connection(address, timeout=max(1.0, deadline - time.monotonic()))
             break
         except OSError as error:
             # A coordinator that has just been started, or that is flooded with connections, is tried again.
@@ -87,12 +84,12 @@ def _rejoin(address: tuple[str, int], key: Key, name: str) -> Channel:
     deadline = time.monotonic() + SECONDS_TO_REJOIN
     while True:
         try:
-            return join(address, key, name)
+            return join(address, key, name, seconds=0.0)
         except ShoalError as error:
             refused = os.strerror(errno.ECONNREFUSED) in str(error)  # its host answers, and it has ended
             if refused or "N053" not in error.codes or time.monotonic() > deadline:
                 raise
-            time.sleep(0.5)
+            time.sleep(0.3)
 
 
 def _unreachable(address: tuple[str, int], error: Exception, name: str) -> ShoalError:

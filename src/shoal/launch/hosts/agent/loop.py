@@ -21,7 +21,7 @@ from typing import Any
 
 from shoal.launch.hosts.agent.template import Prepare, serve_orders
 from shoal.launch.hosts.lifetime import forked
-from shoal.launch.hosts.messages import BEAT, MOST, SILENCE, Channel, Message
+from shoal.launch.hosts.messages import BEAT, MOST, Channel, Message
 
 TURN = 0.2
 MOST_OUTPUT = 2**16
@@ -30,7 +30,7 @@ SECONDS_TO_STOP = 1.0
 
 
 class Silent(Exception):
-    """Nothing was heard from the coordinator for `SILENCE` seconds."""
+    """The host of the coordinator does not answer."""
 
 
 @dataclass(slots=True)
@@ -68,10 +68,9 @@ class Agent:
         last_turn = next_beat = time.monotonic()
         while not self.is_done:
             now = time.monotonic()
-            if now - last_turn > 1.0:  # this process was stopped, so it knows nothing about the other side
-                channel.last_read += now - last_turn
+            stalled = now - last_turn if now - last_turn > 1.0 else 0.0  # this process was stopped, or got no processor
             last_turn = now
-            if now - channel.last_read > SILENCE:
+            if channel.silence(stalled):
                 raise Silent
             if now >= next_beat:
                 next_beat = now + BEAT
