@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
+import select
 import shlex
 import socket
 import threading
@@ -19,6 +20,7 @@ from shoal.comm.rendezvous.key import Key
 from shoal.errors import ShoalError
 from shoal.launch.hosts import members as members_module
 from shoal.launch.hosts.agent.join import join
+from shoal.launch.hosts.agent.probe import Probe
 from shoal.launch.hosts.hostlist import HostSpec, choose_address, read_hosts, reject_loopback_names
 from shoal.launch.hosts.members import Members
 from shoal.launch.hosts.messages import CHALLENGE, MOST, Channel, Ended, Stranger, prove
@@ -181,14 +183,11 @@ class Late:
             time.sleep(0.02)
 
 
-def test_an_address_without_a_coordinator_is_named_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.launch.hosts.agent import join as join_module
-
-    monkeypatch.setattr(join_module, "SECONDS_TO_CONNECT", 0.5)
+def test_an_address_without_a_coordinator_is_named_in_seconds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = taken.getsockname()[:2]
     with rejects("N053", "host b cannot connect to the coordinator", "--listen"):
-        join(where, Key(KEY, "here"), "b")
+        join(where, Key(KEY, "here"), "b", seconds=0.3)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +211,25 @@ def test_a_command_that_starts_no_agent_is_explained(script: str, code: str, tex
     assert error.codes == (code,)
     assert text in str(error)
     assert "secret" not in " ".join(command.words)
+
+
+def test_a_port_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.launch.hosts.agent import probe as probe_module
+
+    monkeypatch.setattr(probe_module, "SECONDS", 0.3)
+    open_, closed = Probe(), Probe()
+    there, gone = open_.listen("127.0.0.1"), closed.listen("127.0.0.1")
+    closed.close()
+    prober = Probe()
+    targets = [["b", "127.0.0.1", there["port"]], ["c", "127.0.0.1", gone["port"]], ["d", "192.0.2.1", 9]]
+    prober.reach(targets)  # 192.0.2.1 is of no host
+    report, deadline = None, time.monotonic() + 5
+    while report is None:
+        assert time.monotonic() < deadline
+        report = prober.turn(set(select.select([], list(prober.pending), [], 0.05)[1]))
+    names = [target.split()[0] for target, _ in report["failed"]]
+    open_.close()
+    assert names == ["c", "d"]
 
 
 def test_a_program_that_does_not_exist_starts_no_agent() -> None:

@@ -80,6 +80,7 @@ class Coordinator:
             self.number, self.members, hosts, self.job, self.store.address, self.signals, revive=self.revive
         )
         try:
+            generation.check_network()
             generation.prepare()
             members = [[host.name, host.spec.slots] for host in hosts]
             self.store.publish({"generation": self.number, "hosts": members, "plan": generation.plan})

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.errors import RunFailed, ShoalError
+from shoal.errors import Problem, RunFailed, ShoalError, raise_if
 from shoal.launch.failure import Failure, first_failure
 from shoal.launch.hosts.members import Member, Members
 from shoal.launch.hosts.messages import Message
@@ -26,8 +26,10 @@ SETTLE = 0.2
 """Seconds after the first report of a failure in which another host may report an earlier one."""
 SETTLE_ON_ECHO = 2.0
 """The same, while all reports are of lost peers."""
+MOST_PEERS = 16
+"""Other hosts that each host tries to reach before the start."""
 SECONDS_TO_END = 10.0
-"""Seconds that an agent may take to report that its workers have ended, after it was told to end them."""
+"""Seconds that an agent may take to report that its workers have ended, after the order to end them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,26 +90,44 @@ class Generation:
         first, last = self.first_rank(host), self.first_rank(host) + host.spec.slots - 1
         return f"rank {first}" if first == last else f"ranks {first} to {last}"
 
-    def run(self) -> Any:
-        """Return the value of rank 0; raises the first failure after all workers have ended."""
-        self.prepare()
-        self.start()
-        return self.watch()
-
     # ---- prepare and start -----------------------------------------------------------------------------------------
+
+    def check_network(self) -> None:
+        """Let every host connect to every other one; raises with the pairs that cannot."""
+        if len(self.hosts) == 1:
+            return
+        ports: dict[Member, Message] = {}
+        self.all.send(self.hosts, {"do": "listen"})
+        self._collect(ports, "listening")
+        for number, host in enumerate(self.hosts):
+            others = [*self.hosts[number + 1 :], *self.hosts[:number]][:MOST_PEERS]
+            targets = [[f"host {each.name}", ports[each]["address"], ports[each]["port"]] for each in others]
+            self.all.send([host], {"do": "reach", "targets": [["the store of the coordinator", *self.store], *targets]})
+        reached: dict[Member, Message] = {}
+        self._collect(reached, "reached")
+        problems = [
+            Problem(
+                "N066",
+                f"host {host.name} cannot connect to {target}: {why}",
+                "open all TCP ports between the hosts of the run; or export GLOO_SOCKET_IFNAME=<a common network>",
+            )
+            for host, report in reached.items()
+            for target, why in report["failed"]
+        ]
+        raise_if(problems[:MOST_PEERS])
 
     def prepare(self) -> None:
         """Let every host load and check the job; raises if one rejects it, or has another one."""
         for host in self.hosts:
             self.all.send([host], self.order_to_prepare(host))
-        self._wait_for_all_prepared()
+        self._collect(self.prepared, "prepared")
         lead = self.prepared[self.hosts[0]]
         self.plan = str(lead["plan"])
         others = [host for host in self.hosts if self.prepared[host]["plan"] != lead["plan"]]
         for host in others:  # `plan: auto` depends on the calibration of a host; one plan has to hold on all
             del self.prepared[host]
             self.all.send([host], {**self.order_to_prepare(host), "plan": lead["plan"]})
-        self._wait_for_all_prepared()
+        self._collect(self.prepared, "prepared")
         self._compare()
 
     def order_to_prepare(self, host: Member) -> Message:
@@ -118,14 +138,15 @@ class Generation:
             "plan": self.job.plan_for(self.world_size), "name": host.name,
         }  # fmt: skip
 
-    def _wait_for_all_prepared(self) -> None:
-        while len(self.prepared) < len(self.hosts):
+    def _collect(self, found: dict[Member, Message], what: str) -> None:
+        """Wait until every host has reported something."""
+        while len(found) < len(self.hosts):
             self._raise_on_signal()
             for host, event in self.all.turn():
                 if host not in self.hosts:
                     continue
-                if event["say"] == "prepared" and event["generation"] == self.number:
-                    self.prepared[host] = event
+                if event["say"] == what and event.get("generation", self.number) == self.number:
+                    found[host] = event
                 elif event["say"] == "rejected":
                     raise self._rejected(host, event)
                 elif event["say"] in ("lost", "template ended"):

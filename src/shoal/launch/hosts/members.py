@@ -99,7 +99,7 @@ class Members:
         with selectors.DefaultSelector() as selector:
             for source, writes in self._sources():
                 selector.register(source, selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0))
-            ready = {key.fileobj for key, _ in selector.select(seconds)}
+            ready: set[object] = {key.fileobj for key, _ in selector.select(seconds)}
         events: list[Event] = []
         for member in self.present:
             events += self._read(member, is_ready=member.channel.socket in ready)  # type: ignore[union-attr]
@@ -113,9 +113,8 @@ class Members:
         """Close all connections, and listen no more."""
         for member in self.present:
             self.lose(member, "the run has ended")
-        for each in (*self._strangers, *(channel for channel, _ in self._unnamed)):
-            each.socket.close()
-        self.listening.close()
+        for source, _ in self._sources():
+            source.close()
 
     def _sources(self) -> Iterator[tuple[socket.socket, bool]]:
         yield self.listening, False

@@ -99,7 +99,7 @@ class Channel:
     def _unacknowledged(self) -> int:
         """Bytes that were sent and that the other host has not acknowledged."""
         found = fcntl.ioctl(self.socket.fileno(), termios.TIOCOUTQ, bytes(4))
-        return struct.unpack("i", found)[0]
+        return int(struct.unpack("i", found)[0])
 
     @property
     def has_unsent(self) -> bool:

@@ -1,7 +1,7 @@
 """torch's TCPStore in a child of the coordinator, on one interface. Workers find each other through it.
 
 The store has threads, and a process with threads cannot fork safely. It also needs torch, which takes seconds to load;
-the child loads it while the agents do. The socket listens before that, so no worker is refused.
+the child loads it while the agents do. The socket listens before that, so no worker fails to connect.
 """
 
 from __future__ import annotations

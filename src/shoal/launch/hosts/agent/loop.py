@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from shoal.launch.hosts.agent.probe import Probe
 from shoal.launch.hosts.agent.template import Prepare, serve_orders
 from shoal.launch.hosts.lifetime import forked
 from shoal.launch.hosts.messages import BEAT, MOST, Channel, Message
@@ -59,6 +60,7 @@ class Agent:
     outputs: dict[int, int] = field(default_factory=dict)
     """Descriptor of the output of template and workers → 1 for stdout, 2 for stderr."""
     runner: Runner | None = None
+    probe: Probe = field(default_factory=Probe)
     signals: list[int] = field(default_factory=list)
     is_done: bool = False
 
@@ -84,7 +86,10 @@ class Agent:
             selector.register(self.channel.socket, selectors.EVENT_READ | write)
             for source in self._sources():
                 selector.register(source, selectors.EVENT_READ)
-            ready = {key.fileobj for key, _ in selector.select(TURN)}
+            for each in self.probe.sources():
+                is_listening = each is self.probe.listening
+                selector.register(each, selectors.EVENT_READ if is_listening else selectors.EVENT_WRITE)
+            ready: set[object] = {key.fileobj for key, _ in selector.select(TURN)}
         self.channel.flush()
         for output in [each for each in self.outputs if each in ready]:
             self._relay(output)
@@ -94,6 +99,8 @@ class Agent:
             for order in self.channel.read():
                 self._obey(order)
         self._watch_runner()
+        if report := self.probe.turn(ready):
+            self.channel.send(report)
         for number in self.signals[:]:
             self.signals.remove(number)
             self.signal_runner(number)
@@ -103,8 +110,14 @@ class Agent:
         return [*self.outputs, *([] if self.link is None else [self.link]), *handle]
 
     def _obey(self, order: Message) -> None:
+        assert self.channel is not None
         kind = order.get("do")
-        if kind == "prepare":
+        if kind == "listen":
+            self.channel.send(self.probe.listen(str(self.channel.socket.getsockname()[0])))
+        elif kind == "reach":
+            self.probe.reach(order["targets"])
+        elif kind == "prepare":
+            self.probe.close()
             self._end_runner()
             self._to_template(order)
         elif kind == "start":
@@ -256,13 +269,14 @@ class Agent:
     def lose_coordinator(self) -> None:
         """End the workers: another generation may start without this host."""
         self._end_runner()
+        self.probe.close()
         if self.channel is not None:
             self.channel.close()
             self.channel = None
 
 
 def _is_alive(runner: Runner) -> bool:
-    """Whether the runner runs. Its parent, the template, reaps it later, so a pidfd is asked."""
+    """Whether the runner runs. Its parent, the template, reaps it later, so a pidfd shows it."""
     if runner.handle is None:
         return False
     with selectors.DefaultSelector() as selector:

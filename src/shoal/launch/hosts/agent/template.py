@@ -75,7 +75,7 @@ def _run(order: Message, work: Work, key: bytes, link: socket.socket) -> int:
 
 
 def _send(link: socket.socket, message: dict[str, Any]) -> None:
-    """Send one packet, which arrives whole or not at all, whoever else sends."""
+    """Send one packet. Packets of template and runner arrive whole, and never mixed."""
     link.send(json.dumps(message).encode())
 
 
