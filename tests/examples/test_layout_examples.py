@@ -62,6 +62,7 @@ def test_two_hosts_train_one_run(once: Callable[..., Any]) -> None:
     assert re.fullmatch(r"loss 5\.\d{4} at the first step; step 5 is saved", second)
 
 
+@pytest.mark.wide
 def test_a_pipeline_equals_one_process_under_two_schedules(once: Callable[..., Any]) -> None:
     ran = once(pipeline)
     assert ran.code == 0, ran.stderr[-3000:]

@@ -74,10 +74,19 @@ class HostGroup(WorkerGroup):
     """The workers of one host. It reports the cause of a failure at once."""
 
     report: Callable[[Failure], None]
+    has_reported: bool = False
 
     def _decide_cause(self, *, since: float) -> None:
         WorkerGroup._decide_cause(self, since=since)
-        if self.cause is not None:
+        self._report_cause()
+
+    def _check_running(self) -> None:
+        self._report_cause()
+        WorkerGroup._check_running(self)
+
+    def _report_cause(self) -> None:
+        if self.cause is not None and not self.has_reported:
+            self.has_reported = True
             self.report(self.cause)
 
 
