@@ -218,7 +218,7 @@ def test_a_port_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(probe_module, "SECONDS", 0.3)
     open_, closed = Probe(), Probe()
-    there, gone = open_.listen("127.0.0.1"), closed.listen("127.0.0.1")
+    there, gone = open_.listen("127.0.0.1", 0), closed.listen("127.0.0.1", 0)
     closed.close()
     prober = Probe()
     targets = [["b", "127.0.0.1", there["port"]], ["c", "127.0.0.1", gone["port"]], ["d", "192.0.2.1", 9]]

@@ -105,7 +105,15 @@ class Coordinator:
         """Start the agents of missing hosts, now and then."""
         if len(self.members.present) < len(self.members.members) and time.monotonic() > self.next_revival:
             self.next_revival = time.monotonic() + REVIVAL
+            self._end_stale_commands()
             self.start_agents()
+
+    def _end_stale_commands(self) -> None:
+        """End commands whose host was lost some time ago: ssh itself notices that after minutes."""
+        for member, command in self.commands.items():
+            is_old = time.monotonic() > member.lost_at + REVIVAL
+            if member.lost_at and is_old and not member.is_here and command.process.poll() is None:
+                command.end(0.0)
 
     def start_agents(self) -> None:
         """Start the agents of hosts that have none."""

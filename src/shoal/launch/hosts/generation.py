@@ -97,7 +97,7 @@ class Generation:
         if len(self.hosts) == 1:
             return
         ports: dict[Member, Message] = {}
-        self.all.send(self.hosts, {"do": "listen"})
+        self.all.send(self.hosts, {"do": "listen", "generation": self.number})
         self._collect(ports, "listening")
         for number, host in enumerate(self.hosts):
             others = [*self.hosts[number + 1 :], *self.hosts[:number]][:MOST_PEERS]
@@ -114,6 +114,10 @@ class Generation:
             for host, report in reached.items()
             for target, why in report["failed"]
         ]
+        if problems and self.number:  # another host may have been lost in this moment
+            failed = RunFailed(*problems[:MOST_PEERS])
+            failed.may_pass = True
+            raise failed
         raise_if(problems[:MOST_PEERS])
 
     def prepare(self) -> None:
@@ -170,7 +174,7 @@ class Generation:
 
     def start(self) -> None:
         """Let every host start its workers."""
-        self.all.shows_plain = self.hosts[0]
+        self.all.shows_plain, self.all.has_begun = self.hosts[0], True
         for node, host in enumerate(self.hosts):
             order = {
                 "do": "start", "generation": self.number, "first_rank": self.first_rank(host), "node": node,
@@ -229,6 +233,8 @@ class Generation:
             larger = [each for each in self.all.members if each in self.hosts or each is host]
             wider = replace(self, number=self.number, hosts=larger)
             self.all.send([host], wider.order_to_prepare(host))
+        elif event["say"] == "rejected":
+            self.all.say(str(error_from(event["error"], host=host.name)))
         elif event["say"] == "prepared" and not self.grows:
             self.grows = True
             self.all.say(f"host {host.name} is back: saving, to continue on {len(self.hosts) + 1} hosts")

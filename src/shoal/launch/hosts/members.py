@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from shoal.errors import ShoalError
+from shoal.errors import Problem, ShoalError
 from shoal.launch.hosts.hostlist import HostSpec
 from shoal.launch.hosts.messages import BEAT, PROCESS_SILENCE, Channel, Ended, Message, Stranger, WrongKey
 from shoal.launch.hosts.versions import MUST_AGREE, facts
@@ -63,6 +63,8 @@ class Members:
     members: list[Member] = field(default_factory=list)
     shows_plain: Member | None = None
     """The host of rank 0, whose output has no prefix."""
+    has_begun: bool = False
+    """Whether ranks have been started: from then on no agent that joins can end the run."""
     _strangers: list[Stranger] = field(default_factory=list)
     _unnamed: list[tuple[Channel, str]] = field(default_factory=list)
     """Authenticated connections that have not said their name yet."""
@@ -121,10 +123,10 @@ class Members:
         for stranger in self._strangers:
             yield stranger.socket, False
         for channel, _ in self._unnamed:
-            yield channel.socket, channel.has_unsent
+            yield channel.socket, bool(channel.num_unsent)
         for member in self.present:
             assert member.channel is not None
-            yield member.channel.socket, member.channel.has_unsent
+            yield member.channel.socket, bool(member.channel.num_unsent)
 
     def _beat(self) -> None:
         now = time.monotonic()
@@ -236,27 +238,33 @@ class Members:
         member = next((each for each in self.members if each.spec.is_called(name)), None)
         if member is None:
             names = ", ".join(each.name for each in self.members)
-            self.say(f"an agent on {address} calls itself {name[:80]!r}, but --hosts has {names}: it was sent away")
-            with contextlib.suppress(Ended):
-                channel.send({"do": "leave"})
-            channel.close()
-            return []
+            why = f"an agent on {address} calls itself {name[:80]!r}, but --hosts has {names}"
+            return self._send_away(channel, why)
         if member.is_here:
-            self.say(f"a second agent of host {member.name} on {address} was sent away")
-            with contextlib.suppress(Ended):
-                channel.send({"do": "leave"})
-            channel.close()
+            return self._send_away(channel, f"a second agent of host {member.name} on {address}")
+        if (problem := _other_version(member, hello)) is not None:
+            self._send_away(channel, problem.what)
+            if not self.has_begun:
+                raise ShoalError(problem)
             return []
         member.channel, member.address = channel, address
-        self._check_versions(member, hello)
         return [(member, {**hello, "say": "joined"})]
 
-    def _check_versions(self, member: Member, hello: Message) -> None:
-        for what, ours in facts().items():
-            theirs = str(hello.get(what))
-            if what in MUST_AGREE and theirs != ours:
-                raise ShoalError(
-                    f"host {member.name} has {what} {theirs[:80]}, but the coordinator has {ours}",
-                    fix=f"install {what} {ours} on {member.name}, or start the run from a host like it",
-                    code="N056",
-                )
+    def _send_away(self, channel: Channel, why: str) -> list[Event]:
+        self.say(f"{why}: it was sent away")
+        with contextlib.suppress(Ended):
+            channel.send({"do": "leave"})
+        channel.close()
+        return []
+
+
+def _other_version(member: Member, hello: Message) -> Problem | None:
+    for what, ours in facts().items():
+        theirs = str(hello.get(what))
+        if what in MUST_AGREE and theirs != ours:
+            return Problem(
+                "N056",
+                f"host {member.name} has {what} {theirs[:80]}, but the coordinator has {ours}",
+                f"install {what} {ours} on {member.name}, or start the run from a host like it",
+            )
+    return None

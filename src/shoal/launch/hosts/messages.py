@@ -78,8 +78,9 @@ class Channel:
         if len(self._outgoing) > MOST_QUEUED:
             raise Ended("it reads nothing")
 
-    def silence(self, stalled: float = 0.0) -> str:
+    def silence(self, stalled: float = 0.0, patience: float = PROCESS_SILENCE) -> str:
         """Why the peer counts as lost; empty: it does not. `stalled`: seconds for which this process did not run.
+        `patience`: seconds without a message, while the host answers.
 
         The kernel of a host acknowledges packets also while its processes get no processor. So a host that is only busy
         is not taken for a lost one, and a lost one is noticed long before TCP gives up.
@@ -91,8 +92,8 @@ class Channel:
             self.last_acked = now
         if now - self.last_acked > SILENCE:
             return f"its host has not answered for {SILENCE:g} s"
-        if now - self.last_read > PROCESS_SILENCE:
-            return f"its host answers, but its agent has said nothing for {PROCESS_SILENCE:g} s"
+        if now - self.last_read > patience:
+            return f"its host answers, but its agent has said nothing for {patience:g} s"
         return ""
 
     @property
@@ -102,9 +103,9 @@ class Channel:
         return int(struct.unpack("i", found)[0])
 
     @property
-    def has_unsent(self) -> bool:
-        """Whether `flush` has something to send."""
-        return bool(self._outgoing)
+    def num_unsent(self) -> int:
+        """Bytes that `flush` has to send."""
+        return len(self._outgoing)
 
     def flush(self) -> None:
         """Send what the connection takes now."""

@@ -26,6 +26,12 @@ from shoal.launch.hosts.messages import BEAT, MOST, Channel, Message
 
 TURN = 0.2
 MOST_OUTPUT = 2**16
+PATIENCE = 600.0
+"""Seconds for which the coordinator may be stopped (Ctrl-Z) while its host answers. A dead one closes its socket."""
+MOST_READ = 16
+"""Pieces of output that are relayed in one turn, so that a flood of output does not delay heartbeats."""
+MOST_UNSENT = 2**20
+"""Unsent bytes from which output is not read any more, until the coordinator has read some."""
 SECONDS_TO_STOP = 1.0
 """Seconds that workers have to end after SIGTERM, when another host has failed."""
 
@@ -72,7 +78,7 @@ class Agent:
             now = time.monotonic()
             stalled = now - last_turn if now - last_turn > 1.0 else 0.0  # this process was stopped, or got no processor
             last_turn = now
-            if channel.silence(stalled):
+            if channel.silence(stalled, PATIENCE):
                 raise Silent
             if now >= next_beat:
                 next_beat = now + BEAT
@@ -82,7 +88,7 @@ class Agent:
     def _turn(self) -> None:
         assert self.channel is not None
         with selectors.DefaultSelector() as selector:
-            write = selectors.EVENT_WRITE if self.channel.has_unsent else 0
+            write = selectors.EVENT_WRITE if self.channel.num_unsent else 0
             selector.register(self.channel.socket, selectors.EVENT_READ | write)
             for source in self._sources():
                 selector.register(source, selectors.EVENT_READ)
@@ -107,13 +113,18 @@ class Agent:
 
     def _sources(self) -> list[Any]:
         handle = [] if self.runner is None or self.runner.handle is None else [self.runner.handle]
-        return [*self.outputs, *([] if self.link is None else [self.link]), *handle]
+        outputs = [] if self._is_congested else list(self.outputs)
+        return [*outputs, *([] if self.link is None else [self.link]), *handle]
+
+    @property
+    def _is_congested(self) -> bool:
+        return self.channel is not None and self.channel.num_unsent > MOST_UNSENT
 
     def _obey(self, order: Message) -> None:
         assert self.channel is not None
         kind = order.get("do")
         if kind == "listen":
-            self.channel.send(self.probe.listen(str(self.channel.socket.getsockname()[0])))
+            self.channel.send(self.probe.listen(str(self.channel.socket.getsockname()[0]), int(order["generation"])))
         elif kind == "reach":
             self.probe.reach(order["targets"])
         elif kind == "prepare":
@@ -201,10 +212,13 @@ class Agent:
         """Send what template and workers have printed."""
         assert self.channel is not None
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(output, MOST_OUTPUT):
+            for _ in range(MOST_READ):
+                data = os.read(output, MOST_OUTPUT)
+                if not data:
+                    self._close_output(output)
+                    return
                 text = data.decode(errors="replace")
                 self.channel.send({"say": "output", "stream": self.outputs[output], "text": text})
-            self._close_output(output)
 
     def _close_output(self, output: int) -> None:
         if self.outputs.pop(output, None) is not None:

@@ -30,14 +30,17 @@ class Probe:
     failed: list[list[str]] = field(default_factory=list)
     """Names of hosts that were not reached, and why."""
     deadline: float = 0.0
+    generation: int = 0
 
-    def listen(self, own_address: str) -> Message:
+    def listen(self, own_address: str, generation: int) -> Message:
         """Open a free port at the address that ranks of this host will use."""
         self.close()
+        self.generation = generation
         address = address_of(os.environ.get("GLOO_SOCKET_IFNAME", "")) or own_address
         self.listening = socket.create_server((address, 0), backlog=64)
         self.listening.setblocking(False)
-        return {"say": "listening", "address": address, "port": self.listening.getsockname()[1]}
+        port = self.listening.getsockname()[1]
+        return {"say": "listening", "generation": generation, "address": address, "port": port}
 
     def reach(self, targets: list[list[object]]) -> None:
         """Start to connect to the ports of other hosts."""
@@ -75,7 +78,7 @@ class Probe:
             return None
         self.deadline = 0.0
         failed, self.failed = self.failed, []
-        return {"say": "reached", "failed": failed}
+        return {"say": "reached", "generation": self.generation, "failed": failed}
 
     def _fail(self, connection: socket.socket, why: str) -> None:
         self.failed.append([self.pending.pop(connection), why])
