@@ -54,6 +54,7 @@ def test_what_does_not_fit_replicated_trains_sharded(once: Callable[..., Any]) -
     assert losses_in(losses)[-1] < 0.1 * losses_in(losses)[0]
 
 
+@pytest.mark.wide
 def test_two_hosts_train_one_run(once: Callable[..., Any]) -> None:
     ran = once(several_hosts)
     assert ran.code == 0, ran.stderr[-3000:]
