@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import pickle
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.host import Host, Started, in_session, until, wait_until
+from tests.cli.test_launchers import free_port
 from tests.cli.test_resume import WORDS, committed, hexed, saves
 from tests.cli.test_train import losses, records
 
@@ -50,11 +56,41 @@ def workers(agent: int) -> list[int]:
     return [worker for template in children(agent) for runner in children(template) for worker in children(runner)]
 
 
-def test_two_hosts_compute_what_one_does_also_after_a_killed_rank(
+@contextlib.contextmanager
+def strangers(*ports: int) -> Iterator[None]:
+    """Processes without the key, at all ports of a coordinator: some say nothing, some send pickles or garbage."""
+    sent = [b"", b"x" * 64, pickle.dumps({"do": "leave"}), b"GET / HTTP/1.1\r\n\r\n", bytes(200), os.urandom(999)]
+    is_over, open_ = threading.Event(), []
+
+    def disturb() -> None:
+        for number in itertools.count():
+            if is_over.wait(0.02):
+                return
+            with contextlib.suppress(OSError):
+                open_.append(socket.create_connection(("127.0.0.1", ports[number % len(ports)]), timeout=1))
+                open_[-1].send(sent[number % len(sent)])
+            while len(open_) > 100:
+                open_.pop(0).close()
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    yield
+    is_over.set()
+    thread.join()
+    for each in open_:
+        each.close()
+    assert len(open_) > 20
+
+
+def test_two_hosts_compute_what_one_does_also_after_a_killed_rank_and_among_strangers(
     host: Host, undisturbed: list[float], tmp_path: Path
 ) -> None:
-    ended = host.run(*SHORT, cwd=tmp_path, env={"SHOAL_FAULTS": "kill_at=rank:1,step:5"})
+    port = free_port()
+    with strangers(port, port + 1):
+        words = [*SHORT, "--listen", f"127.0.0.1:{port}"]
+        ended = host.run(*words, cwd=tmp_path, env={"SHOAL_FAULTS": "kill_at=rank:1,step:5"})
     assert ended.code == 0, ended.said
+    assert "rejected a connection from 127.0.0.1: it does not hold the key of this run" in ended.said
     assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)
     assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 9))
     assert ended.json["restarts"] == 1

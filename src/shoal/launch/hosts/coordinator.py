@@ -166,7 +166,7 @@ class Coordinator:
 
     def _waiting_for(self, missing: Sequence[Member]) -> str:
         names = ", ".join(member.name for member in missing)
-        rejected = ", ".join(self.members.rejected)
+        rejected = ", ".join(sorted(self.members.rejected))
         key = f"; processes at {rejected} were rejected: they hold another key" if rejected else ""
         host, port = self.address
         return f"waiting for {names}{key}\n    fix: on each of them: shoal agent --join {host}:{port} --name NAME"

@@ -24,7 +24,7 @@ TURN = 0.1
 MOST_STRANGERS = 64
 """Connections without a proof at one time; the oldest gives way. A true agent proves itself in milliseconds."""
 MOST_LOGGED = 5
-"""Rejections of one address that are printed one by one."""
+"""Rejections of one address for one reason that are printed."""
 
 Event = tuple["Member", Message]
 
@@ -63,12 +63,15 @@ class Members:
     members: list[Member] = field(default_factory=list)
     shows_plain: Member | None = None
     """The host of rank 0, whose output has no prefix."""
+    rejected: set[str] = field(default_factory=set)
+    """The addresses of processes with a wrong key."""
     has_begun: bool = False
     """Whether ranks have been started: from then on no agent that joins can end the run."""
     _strangers: list[Stranger] = field(default_factory=list)
     _unnamed: list[tuple[Channel, str]] = field(default_factory=list)
     """Authenticated connections that have not said their name yet."""
-    _rejected: Counter[str] = field(default_factory=Counter)
+    _num_rejected: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Address and reason → rejected connections."""
     _next_beat: float = 0.0
     _stalled: float = 0.0
     _last_turn: float = field(default_factory=time.monotonic)
@@ -82,11 +85,6 @@ class Members:
     def present(self) -> list[Member]:
         """The hosts whose agents are connected, in the order of --hosts."""
         return [member for member in self.members if member.is_here]
-
-    @property
-    def rejected(self) -> list[str]:
-        """The addresses of processes with a wrong key."""
-        return list(self._rejected)
 
     def send(self, members: Sequence[Member], message: Message) -> None:
         """Send a message to some members; a connection that has ended is noticed by `turn`."""
@@ -209,11 +207,12 @@ class Members:
         with contextlib.suppress(OSError):
             stranger.socket.close()
         address = stranger.address
-        self._rejected[address] += 1
-        if self._rejected[address] <= MOST_LOGGED or has_wrong_key:
-            self.say(f"rejected a connection from {address}: {why}")
-        if self._rejected[address] == MOST_LOGGED:
-            self.say(f"further connections from {address} without a proof are rejected silently")
+        if has_wrong_key:
+            self.rejected.add(address)
+        self._num_rejected[address, why] += 1
+        if self._num_rejected[address, why] <= MOST_LOGGED:
+            last = "; further ones are not printed" if self._num_rejected[address, why] == MOST_LOGGED else ""
+            self.say(f"rejected a connection from {address}: {why}{last}")
 
     # ---- new members -----------------------------------------------------------------------------------------------
 
