@@ -4,8 +4,8 @@ python benchmarks/faults/restart.py [--ranks 4] [--repeats 5]
 
 The same recipe is started by `shoal train`, with checkpoints in host memory and on the disk, and by
 `torchrun --max-restarts`. One rank kills itself (SIGKILL) before the update of a step. Another one may have written the
-line of that step into `metrics.jsonl` already, so the time to the line of the next step is taken. The file is read every
-few milliseconds.
+line of that step into `metrics.jsonl` already, so the time to the line of the next step is taken. The file is read
+every few milliseconds.
 """
 
 from __future__ import annotations
