@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.bounds import MOST_RANKS, check_bounds
@@ -83,23 +91,39 @@ class ModelSection(Section):
 class OptimSection(Section):
     """The optimizer, its learning rate schedule, gradient clipping and loss scaling."""
 
-    name: Literal["adamw", "sgd", "lion"] = "adamw"
-    """The optimizer. Each updates every element by itself, on every layout."""
+    name: Literal["adamw", "sgd", "lion", "muon", "adafactor", "lamb", "lars"] = "adamw"
+    """The optimizer. adamw, sgd and lion update every element by itself, on every layout. muon, lamb and lars read whole
+    tensors: they need tp=1 and ep=1. adafactor also needs zero=0."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _reject_two_weights(cls, value: Any) -> Any:
+        if isinstance(value, str) and value.replace("_", "").replace("-", "").startswith("schedulefree"):
+            raise ShoalError(
+                f"optim.name {value} evaluates other weights than it trains, which recipes do not know",
+                fix="--optim.name adamw; or schedulefree.AdamWScheduleFree in a script with shoal.Run (docs/run.md)",
+                code="T074",
+            )
+        return value
 
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
 
     weight_decay: NotNegative = 0.1
-    """Decoupled weight decay (adamw, lion) or L2 penalty (sgd) of every parameter with at least two dimensions."""
+    """Decoupled weight decay, or L2 penalty (sgd, lars), of every parameter with at least two dimensions."""
 
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
-    """Decay of the first and second moment (adamw); of the update and of the moment (lion, usually 0.9 and 0.99)."""
+    """Decay of the first and second moment (adamw, lamb, and what muon leaves to adamw); of the update and of the moment
+    (lion, usually 0.9 and 0.99)."""
 
     eps: PositiveFloat = 1e-8
-    """Added to the denominator (adamw)."""
+    """Added to the denominator (adamw, lamb)."""
 
     momentum: Fraction = 0.9
-    """Momentum (sgd)."""
+    """Momentum (sgd, lars, and muon, usually 0.95)."""
+
+    trust: PositiveFloat = 1e-3
+    """The coefficient of the ratio of norms (lars)."""
 
     implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
     """The kernels of the update; the arithmetic is the same. auto: the fastest for this device."""
@@ -149,8 +173,8 @@ class LaunchSection(Section):
 
     timeout: Annotated[float, Number, Field(gt=0, le=1e8)] = 600.0
     """The longest wait in seconds. It applies to a rank that waits for others in a step or a save, or for a batch. It
-    also applies to the launcher that waits for ranks after one has ended, or for a stopped one (SIGSTOP). Set it longer
-    than the slowest save."""
+    also applies to the launcher that waits for ranks after one has ended. Ranks that hang in a step are ended much
+    earlier (docs/faults.md). Set it longer than the slowest save."""
 
     grace_period: PositiveFloat = 30.0
     """Seconds that ranks have to finish their step and to save after Ctrl-C, SIGTERM or SIGUSR1. Then they are

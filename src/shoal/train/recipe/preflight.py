@@ -31,6 +31,7 @@ from shoal.parallel.policies import Policies
 from shoal.train.build_model import adapt, adapter_of, build_model, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of, uncallable
 from shoal.train.model_prefix import value_for
+from shoal.train.optim.build import check_matrices
 from shoal.train.recipe.check_own_model import check_own_model
 from shoal.train.recipe.saving.start_weights import check_weights
 from shoal.train.recipe.settings import settings_of
@@ -157,6 +158,8 @@ def _check_model(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset | N
         modules=[name for name, _ in model.named_modules()],
         compiles=settings.compile,
     )
+    if recipe.optim.name == "muon":
+        found += check_matrices(model, description.blocks)
     policies = Policies.of(**settings_of(recipe))
     return [*found.problems, *check_model(model, plan, description, policies.compute, policies.sync)]
 

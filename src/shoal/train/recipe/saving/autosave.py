@@ -34,6 +34,7 @@ from shoal.errors import ShoalError
 from shoal.files import PrivateFolder
 from shoal.launch.worker import note_saved
 from shoal.observe.run_directory import locked
+from shoal.predict.goodput.recovery import best_interval
 from shoal.train.recipe.preflight import Job, units
 from shoal.train.recipe.saving.memory_flush import DISK, MEMORY_FIX, memory_folder, own_folder, place_of
 from shoal.train.run import Run
@@ -45,15 +46,6 @@ LEAST_AUTO = 5.0
 """The shortest interval, in seconds, that `auto` chooses."""
 
 Say = Callable[[str], None]
-
-
-def best_interval(cost: float, mtbf: float) -> float:
-    """Seconds between two saves by Young's formula: they minimise the cost of saves plus the work lost to a failure.
-
-    >>> round(best_interval(cost=0.5, mtbf=24 * 3600))
-    294
-    """
-    return math.sqrt(2 * cost * mtbf)
 
 
 @dataclass(kw_only=True)
