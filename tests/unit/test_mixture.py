@@ -170,7 +170,8 @@ def test_text_jsonl_and_token_shards_mix(files: Path) -> None:
 
 
 def test_conversations_mix_with_text_that_has_the_same_tensors(files: Path) -> None:
-    training, _ = opened((files / "a.txt", 1), (files / "chat.jsonl", 1), seq_len=32)
+    training, held_out = opened((files / "a.txt", 1), (files / "chat.jsonl", 1), seq_len=32, validation=0)
+    assert len(held_out) == 0
     assert training.labels_per_sample is None
     batch = training.batch(np.array([0, len(training) - 1]))
     assert (batch["labels"][0] >= 0).all()

@@ -89,6 +89,19 @@ def test_the_cache_is_used_until_a_file_changes(tmp_path: Path, cache: Path, mon
     assert not list(cache.glob(".*"))
 
 
+def test_another_tokenizer_under_the_same_path_is_seen(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra hf")
+    file = write(tmp_path / "a.parquet", {"text": ["a b a b a b"] * 9})
+    found = []
+    for words in ({"a": 0, "b": 1, "</s>": 2}, {"a": 1, "b": 0, "</s>": 2}):
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        made.save(str(tmp_path / "tokenizer.json"))
+        batch = opened(file, tokenizer=str(tmp_path / "tokenizer.json"))[0].batch(np.arange(2))
+        found.append(batch["tokens"].tolist())
+    assert found == [[[0, 1, 0, 1], [0, 1, 2, 0]], [[1, 0, 1, 0], [1, 0, 2, 1]]]
+
+
 def test_an_incomplete_cache_is_written_again(tmp_path: Path, cache: Path) -> None:
     file = write(tmp_path / "a.parquet", {"text": ["some text of a row"] * 9})
     before = opened(file)[0].digest()

@@ -133,9 +133,12 @@ def is_of_conversations(data: DataSection) -> bool:
 
 
 def _has_conversations(data: DataSection) -> bool:
-    from shoal.data.sources.chat.rows import is_chat
+    from shoal.data.sources.chat.rows import ROW_ENDINGS, is_chat
+    from shoal.data.sources.open import source_kind
+    from shoal.data.sources.remote.download import is_url
 
-    path = Path(str(data.source)).expanduser()
-    return data.format == "chat" or (
-        data.format == "auto" and path.suffix == ".jsonl" and path.is_file() and is_chat(path)
-    )
+    source = str(data.source)
+    if data.format != "auto" or is_url(source):
+        return data.format == "chat" or (data.format == "auto" and source_kind(data) == "chat")
+    path = Path(source).expanduser()
+    return path.suffix.lower() in ROW_ENDINGS and path.is_file() and is_chat(path)

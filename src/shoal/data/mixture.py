@@ -88,12 +88,12 @@ class Mixture(Union):
         return ids
 
     def describe(self) -> str:
-        """Every member with its share, and its passes in an epoch."""
-        total, lines = sum(self.counts), []
+        """A line for each member, with its share and its passes in an epoch."""
+        total, lines = sum(self.counts), [f"a mixture, {len(self):,} samples per epoch"]
         for member, count in zip(self.members, self.counts, strict=True):
             passes = count / total * len(self) / len(member)
             lines.append(f"{count / total:.2%} of {member.describe()}, {passes:.3g} passes per epoch")
-        return f"a mixture, {len(self):,} samples per epoch: {'; '.join(lines)}"
+        return "\n       ".join(lines)  # below the word `data` of a run's first lines
 
     def digest(self) -> str:
         """The digest of all members and their shares."""

@@ -22,6 +22,8 @@ from shoal.errors import ShoalError
 
 KINDS = ({"messages"}, {"instruction", "output"}, {"prompt", "completion"})
 """Keys by which a row is recognised."""
+KEYS = {"input"}.union(*KINDS)
+"""All keys that are read."""
 ROW_ENDINGS = JSONL_ENDINGS | PARQUET_ENDINGS
 FIX = 'lines such as {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
@@ -57,7 +59,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a file, or of all JSONL and Parquet files below a folder."""
     for file in files_under(path, ROW_ENDINGS):
         if file.suffix.lower() in PARQUET_ENDINGS:
-            yield from (_row(row, f"{file} row {number}") for number, row in enumerate(dict_rows(file), start=1))
+            yield from (_row(row, f"{file} row {number}") for number, row in enumerate(dict_rows(file, KEYS), start=1))
             continue
         for number, line in enumerate(read_bytes(file).split(b"\n"), start=1):
             if line.strip():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +97,13 @@ def token_rows(files: Sequence[Path], column: str) -> Iterator[tuple[Tokens, Tok
                 yield values.to_numpy(zero_copy_only=False), lengths[lengths > 0]
 
 
-def dict_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """All columns of each row."""
-    for part in _batches(file, None):
+def dict_rows(file: Path, columns: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Those of these columns that are there, of each row."""
+    for part in _batches(file, [name for name in columns_of(file) if name in columns]):
         yield from part.to_pylist()
 
 
-def _batches(file: Path, columns: list[str] | None) -> Iterator[Any]:
+def _batches(file: Path, columns: list[str]) -> Iterator[Any]:
     opened = _open(file)
     try:
         yield from opened.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns)
