@@ -31,7 +31,6 @@ def adapt(model: Any, description: Description, plan: Plan | None, *, fused: boo
     if getattr(model, MARK, None) is not None:
         return None
     experts.install(model)
-    _register_in_order(model, description)
     divides_all = plan is not None and splits_tokens(plan, description) and not description.token_blocks
     divides = plan is None or plan.layout.cp > 1 or plan.layout.pp > 1 or divides_all
     is_able = "cp" not in description.why_not
@@ -53,17 +52,6 @@ def adapt(model: Any, description: Description, plan: Plan | None, *, fused: boo
     model.register_forward_pre_hook(inputs, with_kwargs=True)
     setattr(model, MARK, True)
     return swap_layers(model, description.blocks) if is_fused else None
-
-
-def _register_in_order(model: Any, description: Description) -> None:
-    """Let a tied parameter have its name before the blocks first: some models register their head before the rest."""
-    for first, second in description.tied:
-        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        if names.index(first) > names.index(second):
-            same = next(i for i, (a, b) in enumerate(zip(first.split("."), second.split("."), strict=False)) if a != b)
-            around, child = ".".join(second.split(".")[:same]), second.split(".")[same]
-            modules = model.get_submodule(around)._modules
-            modules[child] = modules.pop(child)
 
 
 @dataclass(frozen=True)

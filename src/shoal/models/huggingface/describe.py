@@ -196,11 +196,10 @@ def _tied(model: nn.Module, order: Order) -> Iterator[tuple[str, str]]:
     first: dict[int, str] = {}
     second: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if is_inside(name, order.before):
-            first.setdefault(id(parameter), name)
-        if is_inside(name, order.after):
+        known = first.setdefault(id(parameter), name)
+        if is_inside(known, order.before) and is_inside(name, order.after):
             second.setdefault(id(parameter), name)
-    yield from ((first[key], name) for key, name in second.items() if key in first)
+    yield from ((first[key], name) for key, name in second.items())
 
 
 def _logit_rule(model: Any, head: Any) -> LogitRule | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,15 +42,20 @@ class BlockCopy:
     is_chained: bool = True
     """Whether each block of the model reads the first output of the one before, and nothing else changes it."""
 
+    reads_first: bool = False
+    """Whether the model reads nothing but the first output of a block, and not, for example, scores of attention."""
+
     def run(self) -> Any:
-        """What the block returns."""
-        return self.module(*self.arguments, **self.options)
+        """What the model reads of the block."""
+        output = self.module(*self.arguments, **self.options)
+        return output[0] if self.reads_first and isinstance(output, tuple | list) else output
 
 
 def block_copies(model: Any, blocks: tuple[str, ...]) -> Iterator[BlockCopy]:
     """A copy of each kind of block; none, if the model cannot be run without values."""
     skeleton = skeleton_of(model)
     calls, is_chained = _calls(skeleton, blocks)
+    reads_first = bool(calls) and _reads_first(skeleton, blocks)
     kinds: dict[Any, list[str]] = {}
     for name in calls:
         kinds.setdefault(_kind(name, skeleton.get_submodule(name)), []).append(name)
@@ -61,7 +67,7 @@ def block_copies(model: Any, blocks: tuple[str, ...]) -> Iterator[BlockCopy]:
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.copy_(_values(tensor, generator) / max(1, tensor.shape[-1] if tensor.dim() > 1 else 1) ** 0.5)
         arguments, options = tree_map_only(Tensor, partial(_values, generator=generator), calls[names[0]])
-        yield BlockCopy(module, arguments, options, tuple(names), is_chained)
+        yield BlockCopy(module, arguments, options, tuple(names), is_chained, reads_first)
 
 
 def _make_plain(block: nn.Module) -> None:
@@ -95,18 +101,43 @@ def _calls(skeleton: Any, blocks: tuple[str, ...]) -> tuple[dict[str, Call], boo
         links.append(output[0] if isinstance(output, tuple | list) else output)
 
     experts.install(skeleton)
-    for name in blocks:
-        skeleton.get_submodule(name).register_forward_pre_hook(note(name), with_kwargs=True)
-        skeleton.get_submodule(name).register_forward_hook(note_output)
+    with ExitStack() as stack:
+        for name in blocks:
+            block = skeleton.get_submodule(name)
+            stack.callback(block.register_forward_pre_hook(note(name), with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(note_output).remove)
+        if not _runs(skeleton, inputs):
+            return {}, False
+    pairs = zip(links[1:-1:2], links[2::2], strict=True)
+    return found, len(links) == 2 * len(blocks) and all(output is x for output, x in pairs)
+
+
+def _reads_first(skeleton: Any, blocks: tuple[str, ...]) -> bool:
+    """Whether a model runs when its blocks return, beside their first output, objects that nothing can be computed
+    of. None would not do: T5 computes another position bias then."""
+
+    def first_alone(_module: nn.Module, _arguments: Any, output: Any) -> Any:
+        if not isinstance(output, tuple | list):
+            return output
+        return type(output)([output[0], *[object() for _ in output[1:]]])
+
+    inputs = inputs_of(skeleton)
+    with ExitStack() as stack:
+        for name in blocks:
+            stack.callback(skeleton.get_submodule(name).register_forward_hook(first_alone).remove)
+        return inputs is not None and _runs(skeleton, inputs)
+
+
+def _runs(skeleton: Any, inputs: Mapping[str, Tensor]) -> bool:
+    """Run a model without memory; False: it needs other inputs, or real values."""
     known = KnownValues()
     options: dict[str, Any] = {name: known.input_of(torch.float32)(x) for name, x in _short(inputs).items()}
     try:
         with torch.enable_grad(), torch.device("meta"), known:
             skeleton(**options, **({"use_cache": False} if takes(skeleton, "use_cache") else {}))
-    except Exception:  # it needs other inputs, or real values
-        return {}, False
-    pairs = zip(links[1:-1:2], links[2::2], strict=True)
-    return found, len(links) == 2 * len(blocks) and all(output is x for output, x in pairs)
+    except Exception:
+        return False
+    return True
 
 
 def _short(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
