@@ -41,10 +41,15 @@ OWN_PROCESS = {
 
 
 DEAR = {
+    "benchmarks/checkpoint/gpu.py",
+    "benchmarks/checkpoint/run.py",
+    "benchmarks/context/run.py",
     "benchmarks/h200/hf.py",
     "benchmarks/h200/images.py",
     "benchmarks/h200/lora.py",
+    "benchmarks/layouts/run.py",
     "benchmarks/planner/run.py",
+    "benchmarks/precision/run.py",
     "benchmarks/pretrained/run.py",
     "benchmarks/replica_sync/run.py",
     "benchmarks/verify/huggingface.py",

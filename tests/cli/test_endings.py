@@ -179,6 +179,7 @@ def until_there(path: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.wide
 def test_workers_end_although_something_is_left(host: Host, tmp_path: Path) -> None:
     ended = host.run(*own(tmp_path, "thread", "--nproc", "2"), cwd=tmp_path)
     assert (ended.code, ended.json["steps"]) == (0, 6), ended.said
@@ -188,6 +189,7 @@ def test_workers_end_although_something_is_left(host: Host, tmp_path: Path) -> N
 # ---- what is said ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 def test_a_step_is_saved_although_latest_is_not(host: Host, tmp_path: Path) -> None:
     """The operations of a save by the main rank: from the fault on, all of them fail in turn."""
     for write in range(1, 20):

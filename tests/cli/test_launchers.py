@@ -39,6 +39,7 @@ def test_torchrun_needs_one_restart(reference: list[float], tmp_path: Path) -> N
     assert losses(tmp_path / "run") == reference
 
 
+@pytest.mark.wide
 def test_the_launcher_before_torchrun_adds_a_word(tmp_path: Path) -> None:
     """`python -m torch.distributed.launch` adds --local-rank=0 to the command."""
     words = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc-per-node", "1", "--master-port"]

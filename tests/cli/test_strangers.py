@@ -196,6 +196,7 @@ def test_a_stranger_that_comes_before_rank_1(started: list[subprocess.Popen[str]
     assert key.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.wide
 def test_a_stranger_that_persists(started: list[subprocess.Popen[str]], folder: Path) -> None:
     """The ranks either are faster, or end with a message; none of them waits for its time to be out."""
     port, marker = free_port(), folder / "marker"
@@ -210,6 +211,7 @@ def test_a_stranger_that_persists(started: list[subprocess.Popen[str]], folder: 
     assert not marker.exists()
 
 
+@pytest.mark.wide
 def test_torchrun_and_a_stranger_that_repeats(started: list[subprocess.Popen[str]], folder: Path) -> None:
     """It writes what the ranks of the first generation wrote into the place of the second one, under torchrun's store,
     which listens on all interfaces."""

@@ -41,9 +41,10 @@ CALL_TIMEOUT = 60.0  # seconds
 CALLS_OF_A_CREW = 12
 SETTLE = 1.0  # seconds that the other ranks get to finish or fail, once one has failed
 # What every rank of every crew would otherwise import, a second or two each: torch's parts for the first optimizer, the
-# first sharded module and the first that is compiled, and shoal.
+# first sharded module and the first that is compiled, shoal, and transformers where it is installed.
 PRELOAD = ["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"]
 PRELOAD += ["functorch.compile", "torch._inductor.cudagraph_trees"]
+PRELOAD += ["transformers.modeling_utils"]
 PRELOAD += ["shoal.launch.worker", "shoal.models.moe", "shoal.verification.rank", "shoal.train.run", "tests.dist.pool"]
 
 

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import shoal
 from shoal.comm.world import World
 from shoal.train.run import Run
+from tests.cover import wide
 from tests.dist.pool import Pool, on_ranks
 from tests.dist.test_split_by_hand import Net, samples
 from tests.rejects import rejects
@@ -82,7 +83,7 @@ def trained(world: World, plan: str, folder: Path) -> tuple[Any, ...]:
     return run.weights(), averages, found, own, averaged, run.evaluate([share(run)])
 
 
-@pytest.mark.parametrize("plan", ["zero=0", "zero=1", "zero=2", "zero=3", "tp=2"])
+@pytest.mark.parametrize("plan", [wide("zero=0"), wide("zero=1"), "zero=2", "zero=3", wide("tp=2")])
 def test_lion_and_its_average_are_those_of_one_device(pool: Pool, tmp_path: Path, plan: str) -> None:
     weights, averages, loaded, own, averaged, own_again = pool.run(trained, 2, plan, tmp_path)[0]
     model, average = one_device()

@@ -22,6 +22,7 @@ from shoal.blueprint.description import Description
 from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.train.run import Run
+from tests.cover import wide
 from tests.dist.pool import Pool, on_ranks
 
 
@@ -207,14 +208,14 @@ def microbatches(size: int, ranks: int, mb: int | None) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("size", "ranks", "plan"),
     [
-        (12, 2, ""),  # even shares
+        wide(12, 2, ""),  # even shares
         (11, 2, ""),  # the last batch has 3 and 2 samples
         (8, 4, "zero=0"),  # the last batch has 2 samples for 4 ranks: two ranks have a stand-in
-        (12, 2, "mb=2"),
+        wide(12, 2, "mb=2"),
         (11, 2, "mb=1"),  # 3 and 2 microbatches: one rank repeats one for nothing
         (11, 2, "zero=3"),
         (11, 2, "zero=1 recompute=full"),
-        (12, 4, "dp_replicate=2 dp_shard=2 zero=2"),
+        wide(12, 4, "dp_replicate=2 dp_shard=2 zero=2"),
     ],
 )
 def test_the_whole_batch_is_normalised_as_one_process_does(pool: Pool, size: int, ranks: int, plan: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.bubble.run import SCHEDULES, Moments, asleep_and_awake, measured, predicted
 from shoal.blueprint.plan import Schedule
 from shoal.blueprint.schedules.simulate import StageCost, Timeline
+from tests.cover import wide
 from tests.dist.pool import Pool
 
 pytestmark = pytest.mark.alone
@@ -21,12 +22,12 @@ BOUND = 1.15  # the runtime's own time is 3 to 5 % of sleeps this short; the res
 SCALES = (1, 4)  # on a busy machine, once more with longer sleeps; a wrong simulation is as wrong with those
 
 
-@pytest.mark.parametrize("word", SCHEDULES)
+@pytest.mark.parametrize("word", [word if word in ("1f1b", "zb", "dualpipev") else wide(word) for word in SCHEDULES])
 def test_two_ranks_take_what_the_simulation_says(pool: Pool, word: Schedule) -> None:
     check(pool, word, num_ranks=2)
 
 
-@pytest.mark.parametrize("word", ["1f1b", "zbv"])
+@pytest.mark.parametrize("word", [wide("1f1b"), "zbv"])
 def test_four_ranks_take_what_the_simulation_says(pool: Pool, word: Schedule) -> None:
     check(pool, word, num_ranks=4)
 

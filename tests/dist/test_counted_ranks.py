@@ -14,6 +14,7 @@ from shoal import Description, ShoalError
 from shoal.comm.world import World
 from shoal.numerics.init import initialise
 from shoal.train.run import Run
+from tests.cover import wide
 from tests.dist.pool import Pool, on_ranks
 from tests.dist.test_compositions import batches, build
 
@@ -45,7 +46,7 @@ def steps(world: World, name: str, plan: str) -> list[float]:
     return [*losses, run.evaluate([mine])]
 
 
-@pytest.mark.parametrize("plan", ["mb=3", "zero=3 mb=2", "pp=2 mb=2", "tp=2 mb=4"])
+@pytest.mark.parametrize("plan", ["mb=3", wide("zero=3 mb=2"), "pp=2 mb=2", wide("tp=2 mb=4")])
 @pytest.mark.parametrize("name", LOSSES)
 def test_counts_of_all_ranks_are_put_together(pool: Pool, name: str, plan: str) -> None:
     (theirs,) = pool.run(steps, 1, name, "mb=8")

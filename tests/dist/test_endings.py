@@ -51,7 +51,7 @@ def save(place: Placement, store: dist.Store, directory: Path, wait: bool) -> No
 
 
 @pytest.mark.alone  # what it stops, it stops at a certain moment
-@pytest.mark.parametrize(("wait", "stops"), [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize(("wait", "stops"), [wide(True, True), (False, True), wide(False, False)])
 def test_a_save_waits_no_longer_than_the_timeout(wait: bool, stops: bool, tmp_path: Path) -> None:
     launcher = Launcher.start(tmp_path, save, wait)
     pids = launcher.pids()

@@ -149,6 +149,7 @@ def test_the_first_loss_is_that_of_transformers(kind: str) -> None:
         assert run.step(whole).item() == pytest.approx(theirs, rel=1e-6)
 
 
+@pytest.mark.wide
 def test_random_tokens_cannot_be_learned() -> None:
     """Labels that are the inputs were compared with the logits of the same token, and the model learned to copy."""
     model = build("gpt2")

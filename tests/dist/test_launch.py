@@ -26,6 +26,7 @@ from shoal.comm.world import World
 from shoal.errors import Problem, RunFailed, ShoalError
 from shoal.launch.failure import Failure, Memory, first_failure, sudden_end
 from shoal.launch.local import launch
+from tests.cover import wide
 from tests.dist.pool import Pool
 from tests.dist.test_pool import is_alive, wait_until
 
@@ -117,7 +118,7 @@ def rank_and_environment(place: Placement, store: dist.Store, name: str) -> tupl
     return place.rank, os.environ.get(name)
 
 
-@pytest.mark.parametrize("start", ["forkserver", "spawn"])
+@pytest.mark.parametrize("start", ["forkserver", wide("spawn")])
 def test_other_ways_to_start(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_TEST", "today")  # the fork server was started before, with another environment
     assert launch(rank_and_environment, ("SHOAL_TEST",), nproc=2, start=start) == [(0, "today"), (1, "today")]
@@ -141,6 +142,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.wide
 def test_a_process_that_has_computed_is_not_forked(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(FORK_OR_NOT)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}

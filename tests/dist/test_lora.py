@@ -65,6 +65,7 @@ def test_lora_under_every_layout(pool: Pool, plans: list[str]) -> None:
     assert max(found.values()) < 1e-10
 
 
+@pytest.mark.wide
 def test_lora_on_a_model_of_transformers(pool: Pool) -> None:
     plans = ["tp=2 sp=on recompute=full mb=2", "pp=2 1f1b mb=1"]
     assert max(pool.run(worst, 2, "transformers_llama", "input_ids", plans)[0].values()) < 1e-10

@@ -184,7 +184,11 @@ def verify_with(world: World, defect: str | None, plan: str) -> tuple[Any, str |
     return found.verdict, found.cause
 
 
-@pytest.mark.parametrize(("defect", "size", "plan", "words"), DEFECTS, ids=[d[0].__name__ for d in DEFECTS])
+@pytest.mark.parametrize(
+    ("defect", "size", "plan", "words"),
+    covered(DEFECTS, lambda _, __, plan, words: plan.split(), lambda _, size, *__: size),
+    ids=[d[0].__name__ for d in DEFECTS],
+)
 def test_a_defect_is_caught_and_named(
     pool: Pool, defect: Callable[[], Any], size: int, plan: str, words: tuple[str, ...]
 ) -> None:

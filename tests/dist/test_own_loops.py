@@ -16,6 +16,7 @@ from shoal import Description, ShoalError, Split
 from shoal.comm.world import World
 from shoal.numerics.init import initialise
 from shoal.train.run import Run
+from tests.cover import wide
 from tests.dist.pool import Pool
 from tests.dist.test_compositions import batches, build
 
@@ -79,7 +80,7 @@ def go(world: World, loop: int, plan: str, kind: str) -> tuple[list[float], Tens
 
 
 @pytest.mark.parametrize("loop", range(len(LOOPS)), ids=[loop.__name__ for loop in LOOPS])
-@pytest.mark.parametrize(("plan", "kind"), [("cp=2", "packed"), ("ep=2 zero=2", "moe"), ("cp=2 ulysses", "moe")])
+@pytest.mark.parametrize(("plan", "kind"), [("cp=2", "packed"), ("ep=2 zero=2", "moe"), wide("cp=2 ulysses", "moe")])
 def test_a_loop_computes_what_it_does_on_one_process(pool: Pool, loop: int, plan: str, kind: str) -> None:
     (theirs, their_experts), *_ = pool.run(go, 1, loop, "mb=4", kind)
     for ours, experts in pool.run(go, 2, loop, plan, kind):

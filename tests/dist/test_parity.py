@@ -26,6 +26,7 @@ from shoal.numerics.lr_schedule import lr_factor
 from shoal.numerics.optim.build import build_optimizer, set_lr
 from shoal.train.build_model import build_model
 from shoal.train.run import Run
+from tests.cover import wide
 from tests.dist.pool import Pool
 
 STEPS = 6
@@ -93,7 +94,7 @@ def train_plainly(recipe: Recipe) -> tuple[list[float], list[float], dict[str, T
     return losses, norms, {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-@pytest.mark.parametrize("documents", [False, True], ids=["full", "ragged"])
+@pytest.mark.parametrize("documents", [wide(False), True], ids=["full", "ragged"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_any_number_of_ranks_computes_what_plain_torch_does(pool: Pool, world_size: int, documents: bool) -> None:
     """1 rank accumulates 4 microbatches, 2 ranks 2, 4 ranks 1."""

@@ -13,19 +13,20 @@ from torch.utils.data import DataLoader
 from shoal.comm.world import World
 from shoal.numerics.init import initialise
 from shoal.train.run import Run
+from tests.cover import wide
 from tests.dist.pool import Pool
 from tests.dist.test_compositions import batches, biases, build, gates, loss_of
 
 SAMPLES, BATCH = 13, 5
 """Batches of 5, 5 and 3 samples: over two ranks 3 + 2 and 2 + 1, in microbatches of one or two."""
 PLANS = [
-    (2, "cp=2 mb=2", "moe"),
+    wide(2, "cp=2 mb=2", "moe"),
     (2, "dp_replicate=2 mb=1", "moe"),
     (2, "ep=2 zero=1 mb=2", "bias"),
-    (2, "ep=2 zero=3 mb=1 recompute=full", "moe"),
+    wide(2, "ep=2 zero=3 mb=1 recompute=full", "moe"),
     (4, "cp=2 ep=4 dp_shard=2 zero=2 mb=1", "moe"),
     (4, "pp=2 dp_replicate=2 1f1b mb=1 recompute=full", "moe"),
-    (4, "tp=2 dp_replicate=2 mb=1", "bias"),
+    wide(4, "tp=2 dp_replicate=2 mb=1", "bias"),
 ]
 
 

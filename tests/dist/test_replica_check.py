@@ -46,13 +46,13 @@ def flip(tensor: Tensor) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        "dp_replicate=4 zero=0",
+        wide("dp_replicate=4 zero=0"),
         wide("dp_replicate=2 dp_shard=2 zero=3"),
         wide("dp_replicate=2 tp=2 zero=0"),
-        "dp_shard=2 tp=2 zero=2",
+        wide("dp_shard=2 tp=2 zero=2"),
         wide("cp=2 dp_replicate=2 zero=0"),
         "cp=2 tp=2 zero=0",
-        "pp=2 dp_replicate=2 zero=0 mb=2",
+        wide("pp=2 dp_replicate=2 zero=0 mb=2"),
         "ep=2 dp_shard=2 dp_replicate=2 zero=3",
         wide("dp_replicate=4 compress=int8"),
         "dp_replicate=2 dp_shard=2 zero=1 sync=diloco:2",

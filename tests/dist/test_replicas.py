@@ -68,9 +68,9 @@ def plain(pool: Pool) -> list[float]:
 # ---- lists of messages ----------------------------------------------------------------------------------------------
 
 COMPOSED = [
-    (2, "mb=4", "ring"),
+    wide(2, "mb=4", "ring"),
     (3, "mb=8", "halving"),
-    (4, "", "double_tree"),
+    wide(4, "", "double_tree"),
     wide(4, "", "hierarchical"),
     wide(4, "tp=2 mb=6", "ring"),
     (4, "dp_replicate=2 zero=3 mb=3", "tree"),
@@ -269,7 +269,7 @@ def _trained_by_the_mean(world: World, plan: str, steps: int) -> tuple[list[floa
 
 @pytest.mark.parametrize(
     ("ranks", "plan", "replicas"),
-    [(2, "mb=4", 2), (3, "", 3), (4, "dp_replicate=2 zero=3 mb=3", 2),
+    [wide(2, "mb=4", 2), wide(3, "", 3), (4, "dp_replicate=2 zero=3 mb=3", 2),
      wide(4, "dp_replicate=2 tp=2", 2), wide(4, "dp_replicate=2 pp=2 1f1b mb=3", 2)],
 )  # fmt: skip
 def test_local_sgd_matches_plain_torch(pool: Pool, ranks: int, plan: str, replicas: int) -> None:
@@ -351,6 +351,7 @@ def test_how_far_gradients_lie_apart_is_measured(world: World) -> None:
     assert picked([torch.empty(0, 3), torch.empty(0)], 5).numel() == 0
 
 
+@pytest.mark.wide
 def test_a_mean_of_replicas_is_as_long_as_the_step_of_one_model(pool: Pool) -> None:
     """With tokens drawn at random there is little but noise: Adam's steps of four replicas are half as long as they
     should be, on average, unless somebody looks."""
@@ -590,8 +591,8 @@ SAVED_ON = [(2, "", *saved) for saved in SAVED] + [(4, "dp_replicate=2 zero=3", 
 
 
 def traits(ranks: int, plan: str, words: str, options: dict[str, Any]) -> list[Hashable]:
-    """All words, and both layouts with replicas that synchronize in every step and with local SGD."""
-    return [words, (plan, "sync" in words)]
+    """Every first word, and both layouts with replicas that synchronize in every step and with local SGD."""
+    return [words.split()[0], (plan, "sync" in words)]
 
 
 @pytest.mark.parametrize(("ranks", "plan", "words", "options"), covered(SAVED_ON, traits, lambda ranks, *_: ranks))
@@ -605,7 +606,7 @@ def test_goes_on_bit_for_bit_on_the_same_layout(
 
 
 @pytest.mark.parametrize(
-    ("words", "options"), [saved if number in (1, 4, 6) else wide(*saved) for number, saved in enumerate(SAVED)]
+    ("words", "options"), [saved if number in (1, 4) else wide(*saved) for number, saved in enumerate(SAVED)]
 )
 def test_goes_on_with_another_number_of_replicas(
     pool: Pool, tmp_path: Path, words: str, options: dict[str, Any]

@@ -60,6 +60,7 @@ def losses(weights: Any, lr: float, steps: int) -> list[float]:
         return [float(run.step(batch)) for batch in batches(steps)]
 
 
+@pytest.mark.wide
 def test_it_learns_as_with_weights_in_fp32_and_rounding_to_the_nearest_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

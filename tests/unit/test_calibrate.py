@@ -193,6 +193,7 @@ def test_tables_show_every_reading() -> None:
 # ---- this machine ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 @pytest.mark.alone
 def test_two_ranks_measure_this_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.yaml"

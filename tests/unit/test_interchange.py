@@ -39,6 +39,7 @@ from shoal.checkpoint.storage.store import Store
 from shoal.errors import RunFailed, ShoalError
 from shoal.models import llama
 from shoal.numerics.init import initialise
+from tests.cover import wide
 from tests.rejects import rejects
 
 LLAMA: dict[str, Any] = {
@@ -217,7 +218,7 @@ def killed(step: SavedStep, to: Path, how: ExportSettings, kill_at: int) -> bool
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
-@pytest.mark.parametrize("format", ["safetensors", "huggingface", "torch"])
+@pytest.mark.parametrize("format", [wide("safetensors"), "huggingface", wide("torch")])
 def test_killed_before_any_operation_the_old_export_or_the_new_one_is_there(tmp_path: Path, format: str) -> None:
     old = keep(tmp_path / "old", {"model/x": torch.zeros(8)}, cut="whole")
     new = keep(tmp_path / "new", {"model/x": torch.ones(8)}, cut="whole")
@@ -273,6 +274,7 @@ export(step, Path(sys.argv[2]), ExportSettings(format="dcp"), lambda size: None)
 """
 
 
+@pytest.mark.wide
 def test_what_fails_in_the_hands_of_torch_is_told_alike(tmp_path: Path) -> None:
     """No file of the process may have more than 100 kB."""
     keep(tmp_path / "store", {"model/x": torch.zeros(100, 1000)}, cut="whole")

@@ -67,7 +67,12 @@ assert vars(constant) == vars(stand_in.assume_constant_result(lambda: 1))
 
 @pytest.mark.parametrize(
     "script",
-    [EAGER, COMPILED, pytest.param(SUBMODULE, marks=pytest.mark.wide), pytest.param(AS_TORCH, marks=pytest.mark.wide)],
+    [
+        EAGER,
+        pytest.param(COMPILED, marks=pytest.mark.wide),
+        pytest.param(SUBMODULE, marks=pytest.mark.wide),
+        pytest.param(AS_TORCH, marks=pytest.mark.wide),
+    ],
     ids=["eager", "compiled", "sub", "as_torch"],
 )
 def test_the_original_is_loaded_when_it_is_needed(script: str) -> None:

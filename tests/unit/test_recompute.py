@@ -16,6 +16,7 @@ from shoal.models.llama import Llama, LlamaConfig
 from shoal.numerics.init import initialise
 from shoal.numerics.ops.grouped_matmul import _grouped_mm
 from shoal.parallel.activation_checkpoint import _policy, recompute
+from tests.cover import wide
 
 LAYERS, TOKENS, HIDDEN = 4, 512, 64
 
@@ -44,7 +45,7 @@ def kept(recompute: str, compiler: bool | str) -> float:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch's own, while it compiles
-@pytest.mark.parametrize("compiler", [False, "aot_eager_decomp_partition"])
+@pytest.mark.parametrize("compiler", [False, wide("aot_eager_decomp_partition")])
 def test_full_recompute_keeps_inputs_alone(compiler: bool | str) -> None:
     assert kept("none", compiler) > 10
     assert kept("full", compiler) < 2.5

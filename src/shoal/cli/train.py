@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import sys
@@ -18,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
-from shoal.blueprint.plan import Plan
 from shoal.cli.overrides import parse
+from shoal.cli.reports.train_summary import show_summary
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.config.checks.memory import check_memory, has_no_accelerator, host_memory
 from shoal.config.checks.settings import check_incomplete
@@ -31,6 +30,7 @@ from shoal.predict.cluster_parser import is_measured_here
 if TYPE_CHECKING:
     from torch import nn
 
+    from shoal.cli.agent.prepare import TrainVerb
     from shoal.predict.predict import Prediction
     from shoal.train.recipe.preflight import Checked, Job
 
@@ -61,6 +61,18 @@ class Train:
     """auto: resume an unfinished run of this recipe. latest: also a finished one. A number: resume from that step.
     fresh: start over, and remove an earlier run in --run.dir."""
 
+    hosts: str | None = None
+    """Hosts and their ranks: a:8,b:8, or a file with lines like `a slots=8`. None: this machine."""
+
+    min_hosts: int | None = None
+    """Continue with so many of --hosts when others are lost, until they are back. None: wait for all."""
+
+    ssh: str | None = None
+    """The command that runs another one on {host}. None: SHOAL_SSH, or ssh. none: `shoal agent` is started there."""
+
+    listen: str | None = None
+    """The address of this host at which other hosts connect, and a port: 10.0.0.1:29400. The next port is used too."""
+
 
 def main(arguments: Sequence[str]) -> int:
     """Train; 0 when the run reached its end, 130 when a signal stopped it before."""
@@ -69,7 +81,30 @@ def main(arguments: Sequence[str]) -> int:
     out = sys.stdout
     # With --json, stdout is for the one object. What a user's model prints goes to stderr.
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        if options.hosts is not None and not options.dry_run:
+            return _train_on_hosts(options, arguments, reading, start_time, out)
         return _train(options, reading, start_time, out)
+
+
+def as_verb() -> TrainVerb:
+    """The parts of this verb that an agent of another host needs."""
+    from shoal.cli.agent.prepare import TrainVerb
+
+    parse_words = partial(parse, Train, prog="shoal train")
+    return TrainVerb(parse=parse_words, checked_job=_checked_job, write_result=_write_result)
+
+
+def _train_on_hosts(
+    options: Train, words: Sequence[str], reading: RecipeReading, start_time: float, out: TextIO
+) -> int:
+    from shoal.cli.agent.coordinate import train_on_hosts
+
+    for note in reading.notes:
+        print(f"shoal: {note}", file=sys.stderr)
+    recipe = reading.complete(lambda each: check_incomplete(each, None))
+    summary, is_written = train_on_hosts(options, words, recipe, as_verb(), start_time)
+    show_summary(summary, as_json=options.json, out=out)
+    return _exit_code(summary, is_written=is_written, is_main=True)
 
 
 def _train(options: Train, reading: RecipeReading, start_time: float, out: TextIO) -> int:
@@ -96,10 +131,20 @@ def _train(options: Train, reading: RecipeReading, start_time: float, out: TextI
             show_dry_run(job.recipe, predict_step(job.recipe), as_json=options.json, out=out)
         return 0
     summary = _run(job, options, placement, world_size, start_time)
-    is_written = _write_summary(summary) if is_main else True
+    is_written = _write_result(job, summary) if is_main else True
     if is_main:
-        _show(summary, options, out)
-        _append_measurement(job, summary)
+        show_summary(summary, as_json=options.json, out=out)
+    return _exit_code(summary, is_written=is_written, is_main=is_main)
+
+
+def _write_result(job: Job, summary: dict[str, Any]) -> bool:
+    """Write the summary and the measurement beside the run; whether the summary was written."""
+    is_written = _write_summary(summary)
+    _append_measurement(job, summary)
+    return is_written
+
+
+def _exit_code(summary: dict[str, Any], *, is_written: bool, is_main: bool) -> int:
     if summary.get("saves_failed") and summary["saved_step"] != summary["steps"]:
         if is_main:
             print("shoal: the last step is not saved; free space, and give the same command again", file=sys.stderr)
@@ -183,6 +228,9 @@ def _check_size(options: Train, ranks: int, recipe: Recipe, model: nn.Module) ->
     """Find a model that does not fit the memory of this machine, or of its GPUs with one rank each."""
     import torch
 
+    from shoal.numerics.optim.groups import moments_of
+    from shoal.train.build_model import describe
+
     if options.overcommit:
         return []
     on_gpu = recipe.launch.device != "cpu" and torch.cuda.is_available() and recipe.plan.offload == "none"
@@ -190,7 +238,8 @@ def _check_size(options: Train, ranks: int, recipe: Recipe, model: nn.Module) ->
     memory = sum(torch.cuda.get_device_properties(n).total_memory for n in devices) if on_gpu else host_memory()
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     frozen = sum(each.numel() for each in model.parameters()) - trained
-    problems = check_memory(recipe, recipe.plan, trained, frozen=frozen, ranks=ranks, memory=memory)
+    moments = moments_of(recipe.optim.name, model, describe(model).blocks)
+    problems = check_memory(recipe, recipe.plan, trained, frozen=frozen, ranks=ranks, memory=memory, moments=moments)
     if not options.dry_run:
         return problems
     for problem in problems:
@@ -347,98 +396,3 @@ def _write_summary(summary: dict[str, Any]) -> bool:
             print(f"shoal: {error.on_command_line()}", file=sys.stderr)
             return False
     return True
-
-
-def _show(summary: dict[str, Any], options: Train, out: TextIO) -> None:
-    from shoal.observe.metrics import jsonable
-
-    if options.json:
-        print(json.dumps(jsonable(summary)), file=out)
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="stopped early" if summary["was_stopped"] else "done", show_header=False, title_justify="left")
-    for name, value in _rows(summary):
-        table.add_row(name, value)
-    Console(file=out).print(table)
-
-
-def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The rows of the summary table; every figure says whether it is measured or counted."""
-    ranks = f"{summary['ranks']} rank{'s' if summary['ranks'] > 1 else ''}"
-    last = f"{summary['loss_last']:.4f} over the last {min(summary['steps'], 10)}"
-    unit = summary["unit"]
-    validation = (
-        "validation loss",
-        "not evaluated" if summary["eval_loss"] is None else f"{summary['eval_loss']:.4f}",
-    )
-    if summary["seconds_to_first_step"] is None:  # the run was resumed at its end
-        made = ("steps", f"{summary['steps']:,}, all made before")
-        return [made, validation, ("run directory", summary["run_directory"] or ""), *_to_resume(summary)]
-    rows = [
-        ("steps", f"{summary['steps']:,} ({summary['tokens']:,} {unit})"),
-        ("loss", f"{summary['loss_first']:.4f} at the first step, {last}"),
-        validation,
-        ("plan", f"{Plan.parse(summary['plan']).brief()} on {ranks}"),
-        (
-            "speed, measured",
-            f"{summary['tokens_per_s']:,.0f} {unit}/s, {summary['step_seconds_median'] * 1e3:.1f} ms a step",
-        ),
-        ("data wait", f"{summary['data_wait_fraction']:.1%} of the time, measured"),
-        *_gradient_sync(summary),
-        *_straggler(summary),
-        ("memory, measured", f"{summary['memory_gib_max']:.2f} GiB peak, largest over ranks"),
-        (
-            "time, measured",
-            f"{summary['seconds_to_first_step']:.1f} s to the first step, {summary['seconds_training']:.1f} s training",
-        ),
-        ("run directory", summary["run_directory"] or "none"),
-    ]
-    if summary.get("saves"):
-        rows.insert(-1, ("checkpoints", f"step {summary['saved_step']:,} saved; {_times(summary['saves'], 'save')}"
-                         f" stalled training for {summary['save_stall_seconds']:.2f} s, measured"))  # fmt: skip
-    if summary.get("saves_failed"):
-        rows.insert(-1, ("NOT saved", f"{_times(summary['saves_failed'], 'save')} failed; see above"))
-    rows += _to_resume(summary)
-    if summary["resumed_from"] is not None or summary["restarts"]:
-        rows.insert(
-            0, ("resumed", f"from step {summary['resumed_from'] or 0:,}; {_times(summary['restarts'], 'restart')}")
-        )
-    if summary["mfu"] is not None:
-        rows.insert(5, ("MFU", f"{summary['mfu']:.1%} of the datasheet's peak"))
-    if summary["skipped_steps"]:
-        rows.insert(1, ("skipped steps", f"{summary['skipped_steps']} with gradients that were not finite"))
-    return rows
-
-
-def _to_resume(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """How to resume a stopped run whose last step is saved."""
-    if not summary["was_stopped"] or summary.get("saved_step") != summary["steps"]:
-        return []
-    return [("to resume", f"give the same command; it starts at step {summary['steps']:,}")]
-
-
-def _straggler(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """A row about the rank for which the others wait, if there is one."""
-    found = summary.get("straggler")
-    if not found or found["cost_fraction"] < 0.01:
-        return []
-    last, late = f"{found['last_fraction']:.0%}", f"{found['late_seconds'] * 1e3:.1f} ms"
-    text = f"rank {found['rank']}: last in {last} of collectives, {late} late (median)"
-    return [("slowest, measured", f"{text}; costs {found['cost_fraction']:.0%} of the time")]
-
-
-def _gradient_sync(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The time of communication between replicas, where it is known."""
-    if summary["comm_overlap_fraction"] is None:
-        return []
-    text = (
-        f"{summary['comm_fraction']:.1%} of the time, {summary['comm_overlap_fraction']:.0%} of that overlapped,"
-        f" measured; {summary['comm_bytes'] / 1e6:,.3f} MB a step from rank 0, counted"
-    )
-    return [("gradient sync", text)]
-
-
-def _times(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"

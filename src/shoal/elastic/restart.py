@@ -36,7 +36,9 @@ def pause_before(restart: int) -> float:
     return FIRST_PAUSE if restart == 1 else min(LONGEST_PAUSE, 2.0 ** (restart - 2))
 
 
-def with_restarts(start: Callable[[int], T], *, most: int, say: Callable[[str], None]) -> T:
+def with_restarts(
+    start: Callable[[int], T], *, most: int, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
+) -> T:
     """Return `start(generation)`, restarted when it fails.
 
     `most` is the number of restarts since the newest saved step, so a run that makes progress is restarted without a
@@ -63,7 +65,7 @@ def with_restarts(start: Callable[[int], T], *, most: int, say: Callable[[str], 
             first = str(error).partition("\n    fix:")[0] if _STACK in str(error) else str(error).splitlines()[0]
             since = f" since step {newest} was saved" if newest >= 0 else ""
             say(f"{first}\n  restarting all workers from the last checkpoint: restart {used} of {most}{since}")
-            time.sleep(pause_before(recent))
+            sleep(pause_before(recent))
     raise AssertionError("a generation either returns or raises")
 
 

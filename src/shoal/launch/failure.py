@@ -122,9 +122,7 @@ def sudden_end(rank: int, exit_code: int, memory: Memory) -> Failure:
 
 def as_exception(failure: Failure, *, directory: Path, num_workers: int) -> ShoalError:
     """A user's error as the worker raised it; anything else as a `RunFailed` with the worker's traceback."""
-    with contextlib.suppress(FileNotFoundError):
-        error = pickle.loads(_error_path(directory, failure.rank).read_bytes())
-        assert isinstance(error, ShoalError)
+    if error := raised_error(directory, failure.rank):
         return error
     rank = f"rank {failure.rank} of {num_workers}"
     details = f"\n{failure.details}" if failure.details else ""
@@ -134,6 +132,15 @@ def as_exception(failure: Failure, *, directory: Path, num_workers: int) -> Shoa
     failed = RunFailed(text, fix=failure.fix, code=failure.code)
     failed.may_pass = failure.may_pass
     return failed
+
+
+def raised_error(directory: Path, rank: int) -> ShoalError | None:
+    """The `ShoalError` that a worker raised; None: it raised none."""
+    with contextlib.suppress(FileNotFoundError):
+        error = pickle.loads(_error_path(directory, rank).read_bytes())
+        assert isinstance(error, ShoalError)
+        return error
+    return None
 
 
 @dataclass(slots=True)

@@ -31,7 +31,9 @@ def adapt(model: Any, description: Description, plan: Plan | None, *, fused: boo
     if getattr(model, MARK, None) is not None:
         return None
     experts.install(model)
-    divides = plan is None or plan.layout.cp > 1 or plan.layout.pp > 1 or splits_tokens(plan, description)
+    _register_in_order(model, description)
+    divides_all = plan is not None and splits_tokens(plan, description) and not description.token_blocks
+    divides = plan is None or plan.layout.cp > 1 or plan.layout.pp > 1 or divides_all
     is_able = "cp" not in description.why_not
     is_fused = fused and plan is not None and plan.layout.tp == 1
     before = getattr(model.config, "_attn_implementation", None)
@@ -42,7 +44,7 @@ def adapt(model: Any, description: Description, plan: Plan | None, *, fused: boo
     takes = inspect.signature(model.forward).parameters
     inputs = Inputs(
         takes_cache="use_cache" in takes,
-        needs_positions=plan is not None and splits_tokens(plan, description) and context == 1,
+        needs_positions=divides_all and context == 1,
         checks_positions=divides and is_able,
         cp=context,
         why_not_packed=description.why_not.get("cp"),
@@ -51,6 +53,17 @@ def adapt(model: Any, description: Description, plan: Plan | None, *, fused: boo
     model.register_forward_pre_hook(inputs, with_kwargs=True)
     setattr(model, MARK, True)
     return swap_layers(model, description.blocks) if is_fused else None
+
+
+def _register_in_order(model: Any, description: Description) -> None:
+    """Let a tied parameter have its name before the blocks first: some models register their head before the rest."""
+    for first, second in description.tied:
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        if names.index(first) > names.index(second):
+            same = next(i for i, (a, b) in enumerate(zip(first.split("."), second.split("."), strict=False)) if a != b)
+            around, child = ".".join(second.split(".")[:same]), second.split(".")[same]
+            modules = model.get_submodule(around)._modules
+            modules[child] = modules.pop(child)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.placement import is_inside
-from shoal.parallel.pipeline.known_values import KnownValues
+from shoal.parallel.pipeline.known_values import KnownValues, tensors_in
 from shoal.parallel.pipeline.skeleton import Call
 
 Source = tuple[int, int]
@@ -214,10 +214,10 @@ class _Tracer(TorchDispatchMode):
             self._note_draws(tensor, -1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given, kwargs = _tensors(args, kwargs), kwargs or {}
+        given, kwargs = tensors_in(args, kwargs), kwargs or {}
         keys = {_key(tensor) for tensor in given}
         read = {source for key in keys for source in self.sources.get(key, ())}
-        written = {_key(x) for x in _tensors(list(_written(func, args, kwargs)))}
+        written = {_key(x) for x in tensors_in(*_written(func, args, kwargs))}
         changed = {source for key in written for source in self.sources.get(key, ())}
         result = func(*args, **kwargs)
         here = self.inside.module if self.inside is not None else ""
@@ -236,7 +236,7 @@ class _Tracer(TorchDispatchMode):
 
     def _computed_inside(self, call: ModuleCall, keys: set[int], result: Any) -> None:
         """Note new storages of a placed module. It returns others, so who reads these did not get them from it."""
-        for tensor in _tensors(result) if call.position is not None else ():
+        for tensor in tensors_in(result) if call.position is not None else ():
             if _key(tensor) not in keys:
                 self.alive.append(tensor)
                 self.inner[_key(tensor)] = call.module
@@ -249,7 +249,7 @@ class _Tracer(TorchDispatchMode):
         if read and torch.Tag.nondeterministic_seeded in func.tags:
             drawn.add(len(self.forward.drawn))
             self.forward.drawn.append(set())
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self.alive.append(tensor)
             if read:
                 self.sources.setdefault(_key(tensor), set()).update(read)

@@ -13,10 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 LARGEST = 2**20
 """Elements of a tensor whose values are still computed."""
+
+
+def tensors_in(*values: object) -> list[Tensor]:
+    """The tensors among arguments or results of an operation, which are nested in nothing but lists, tuples and dicts.
+
+    An order of magnitude faster than `tree_leaves`, which would take a quarter of a run without memory.
+    """
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found
 
 
 class KnownValues(TorchDispatchMode):
@@ -43,16 +59,16 @@ class KnownValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = tensors_in(args, kwargs)
         is_known = all(id(x) in self._known for x in tensors)
         if func is torch.ops.aten._local_scalar_dense.default and is_known:
             return func(self._known[id(args[0])][1])
         result = func(*args, **kwargs)
-        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        if is_known and made and all(x.is_meta and x.numel() <= LARGEST for x in made):
+        made = tensors_in(result) if is_known else []
+        if made and all(x.is_meta and x.numel() <= LARGEST for x in made):
             given = tree_map_only(Tensor, lambda x: self._known[id(x)][1], (args, kwargs))
             device = {"device": torch.device("cpu")} if kwargs.get("device") is not None else {}
-            values = [x for x in tree_leaves(func(*given[0], **{**given[1], **device})) if isinstance(x, Tensor)]
+            values = tensors_in(func(*given[0], **{**given[1], **device}))
             for tensor, value in zip(made, values, strict=True):
                 self._note(tensor, value)
         return result

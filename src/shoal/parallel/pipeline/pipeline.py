@@ -38,7 +38,7 @@ from shoal.blueprint.schedules.generate import check_schedule
 from shoal.errors import ShoalError, raise_if
 from shoal.parallel.pipeline.calls import positions, unplaced
 from shoal.parallel.pipeline.skeleton import Call, skeleton_of
-from shoal.parallel.pipeline.stage_io import Boundaries, StageRoutes
+from shoal.parallel.pipeline.stage_io import Boundaries, StageRoutes, shapes_of
 from shoal.parallel.pipeline.tape import OwnCall, StopForward, Tape
 
 ONE_STAGE_PER_RANK = ("gpipe", "1f1b")
@@ -174,6 +174,9 @@ class Pipeline:
     owners: Sequence[int]
     """The index on the pp axis of every stage's rank."""
     _schedules: dict[Any, Any] = field(default_factory=dict)
+    """By the number of microbatches and the shapes between stages."""
+    _found: dict[Any, Any] = field(default_factory=dict)
+    """By the shapes of a batch: one look-up in most steps."""
 
     def step(self, feed: MicrobatchFeed) -> None:
         """Run forward and backward of all microbatches; gradients are left in the parameters."""
@@ -206,7 +209,7 @@ class Pipeline:
             for index, stage in mine.items():
                 if index and self.owners[index - 1] != me:
                     routes = stage.routes(call)
-                    x = torch.empty(routes.packed(routes.receives), dtype=self.dtype, device=self.comm_device)
+                    x = torch.empty(routes.received, dtype=self.dtype, device=self.comm_device)
                     source = self.owners[index - 1]
                     receive = dist.P2POp(dist.irecv, x, group=self.group, group_peer=source)
                     for work in dist.batch_isend_irecv([receive]):  # batched as its send: NCCL separates the two kinds
@@ -226,8 +229,14 @@ class Pipeline:
 
     def _schedule_for(self, feed: MicrobatchFeed) -> Any:
         is_training = self.stages[0].model.training
+        given = is_training, tuple(shapes_of(call) for call in feed.calls)
+        if given not in self._found:
+            self._found[given] = self._find_schedule(feed, is_training)
+        return self._found[given]
+
+    def _find_schedule(self, feed: MicrobatchFeed, is_training: bool) -> Any:
         each = [self.boundaries(call, is_training=is_training) for call in feed.calls]
-        shapes = {tuple(routes.packed(routes.sends) for routes in every[:-1]) for every in each}
+        shapes = {tuple(routes.sent for routes in every[:-1]) for every in each}
         if len(shapes) > 1:
             raise ShoalError(
                 f"the microbatches of a pipeline must have one shape, got {[list(one[0]) for one in sorted(shapes)]}",

@@ -44,16 +44,36 @@ class StageRoutes:
         """The number of its own last call."""
         return max(n for n, call in enumerate(self.forward.calls) if call.position in self.positions)
 
+    @cached_property
+    def received(self) -> tuple[int, ...]:
+        """The shape of all that it receives, as one tensor."""
+        return self._packed(self.receives)
+
+    @cached_property
+    def sent(self) -> tuple[int, ...]:
+        """The shape of all that it sends, as one tensor."""
+        return self._packed(self.sends)
+
+    @cached_property
+    def sent_of_call(self) -> dict[int, list[int]]:
+        """Number of a call → which of its leaves are sent."""
+        found: dict[int, list[int]] = {}
+        for call, leaf in self.sends:
+            found.setdefault(call, []).append(leaf)
+        return found
+
     def shape(self, source: Source) -> tuple[int, ...]:
         """The shape that a tensor has on a rank."""
         shape = self.forward.leaf(source).shape
-        between = {self.forward.leaf(one).shape for one in (*self.receives, *self.sends)}
-        if self.divided > 1 and shape in between:
+        if self.divided > 1 and shape in self._between:
             return (*shape[:-2], shape[-2] // self.divided, shape[-1])
         return shape
 
-    def packed(self, sources: Sequence[Source]) -> tuple[int, ...]:
-        """The shape of some tensors as one."""
+    @cached_property
+    def _between(self) -> set[tuple[int, ...]]:
+        return {self.forward.leaf(one).shape for one in (*self.receives, *self.sends)}
+
+    def _packed(self, sources: Sequence[Source]) -> tuple[int, ...]:
         shapes = [self.shape(source) for source in sources]
         return shapes[0] if len(shapes) == 1 else (sum(map(prod, shapes)),)
 

@@ -96,8 +96,8 @@ class Tape:
     def returned(self, number: int, output: object) -> None:
         """Keep what one of its own calls returns, if it is sent."""
         assert self._routes is not None
-        wanted = {leaf for call, leaf in self._routes.sends if call == number}
-        if not wanted:
+        wanted = self._routes.sent_of_call.get(number)
+        if wanted is None:
             return
         leaves = flattened(output)
         for leaf in wanted:

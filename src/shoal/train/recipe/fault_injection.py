@@ -51,8 +51,8 @@ def _log(faults: Faults, mismatches: list[Fault], rank: int, step: int) -> None:
     path, beating = os.environ.get(LOG), heart()
     due = [fault for fault in faults.ordered if fault.step == step and fault not in mismatches]
     due += [fault for fault in mismatches if fault.step == step and fault.rank in (None, rank)]
-    if path and due and beating is not None:
-        counters = beating.entered()
+    if path and due:
+        counters = {} if beating is None else beating.entered()
         with open(path, "a") as file:
             file.write(json.dumps({"at": time.monotonic(), "rank": rank, "step": step, "counters": counters}) + "\n")
 

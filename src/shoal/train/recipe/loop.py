@@ -20,10 +20,11 @@ from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.data.loader import Loader, evaluation_batches
 from shoal.numerics.lr_schedule import lr_factor, scaled_lr
-from shoal.numerics.optim.build import build_optimizer, set_lr
+from shoal.numerics.optim.build import set_lr
 from shoal.numerics.precision import slow_here
 from shoal.observe.progress import ProgressLine, Quiet, progress_line
 from shoal.train.build_model import build_for_layout, describe
+from shoal.train.optim.build import optimizer_of_run
 from shoal.train.recipe.build_run import build_loader, build_run
 from shoal.train.recipe.fault_injection import inject_faults
 from shoal.train.recipe.preflight import Job, first_call, reject_unlike_data, steps_of, units
@@ -70,7 +71,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         run.prepare(model)
         optim = recipe.optim
         lr = scaled_lr(optim.lr, batch=recipe.data.global_batch, tuned_for_batch=optim.scale_lr_from_batch)
-        run.prepare(build_optimizer(run.parameters, optim, lr=lr, seed=recipe.run.seed, offload=run.plan.offload))
+        run.prepare(optimizer_of_run(run, optim, lr=lr, seed=recipe.run.seed))
         inject_faults(run, invocation.generation)
         storage = _storage(run, job, invocation, line)
         step_metrics = StepMetrics(
