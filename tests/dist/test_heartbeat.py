@@ -25,6 +25,7 @@ def count(place: Placement, store: dist.Store) -> dict[str, object]:
     """What the recorder holds after two collectives, three messages, and while a collective is pending."""
     with World.start(place, device="cpu", store=store, timeout=30, threads=1) as world:
         group = world.new_group([0, 1], timeout=timedelta(seconds=30), group_desc="dp")
+        world.new_group([1], timeout=timedelta(seconds=30))  # for rank 0 a placeholder
         dist.all_reduce(torch.ones(3), group=group)
         for _ in range(3):
             if place.rank == 0:

@@ -77,6 +77,7 @@ IN_TP = {"1": (118, 118), "3": (43, 42)}
         ("a chain", {0: waits(), 1: waits(), 2: behind(), 3: waits(counters=IN_TP)}, RUNS,
          ("never_entered", 2, None, True)),
         ("all have entered", dict.fromkeys(range(4), waits(still=31.0)), RUNS, ("network", 0, 118, True)),
+        ("unknown", {**WAITING, 2: behind(still=99.0, phase="unknown", counters={})}, RUNS, None),
         ("on another host", {0: waits(still=99.0), 1: waits(still=99.0)}, RUNS, None),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -32,7 +32,7 @@ FIRST_STEPS = 3
 """Steps of a worker that may be slow: libraries load, memory is allocated, kernels are chosen."""
 PERIOD = 0.1
 """Seconds between two beats."""
-SAMPLE_EVERY = 3.0
+SAMPLE_EVERY = 5.0
 """Seconds between two samples of arrivals, which cost 2 ms."""
 STALL = 5
 """Beats without change after which a rank writes its tickets."""
@@ -59,6 +59,7 @@ class Heart:
         self._last: dict[str, Any] = {}
         self._still = 0
         self._tickets: list[recorder.Ticket] = []
+        self._newest: list[dict[str, Any]] = []
         self._lock = threading.RLock()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-heartbeat", daemon=True)
@@ -94,15 +95,16 @@ class Heart:
             state = {"counters": counted, "phase": self.phase, "step": self.step}
             self._still = self._still + 1 if state == self._last else 0
             if self._still == 0:
-                self._tickets = []
+                self._tickets, self._newest = [], []
             self._last = state
             if with_tickets or self._still == STALL:
                 self._tickets = recorder.tickets()
+                self._newest = _newest(self._tickets)
             written = {**state, "counters": recorder.exact(counted, self._tickets)}
-            written |= {"tickets": _newest(self._tickets), "groups": self._groups(counted)}
+            written |= {"tickets": self._newest, "groups": self._groups(counted)}
             written |= {"beat": time.monotonic(), "median": self._median()}
             if not self.board.write(self.index, written):
-                self.board.write(self.index, {**written, "groups": {}, "tickets": _newest(self._tickets)[-4:]})
+                self.board.write(self.index, {**written, "groups": {}, "tickets": self._newest[-4:]})
 
     def entered(self) -> dict[str, int]:
         """Axis → collectives that this rank has entered; `board` for the exchanges without a message."""
@@ -155,10 +157,18 @@ class Heart:
     def _run(self) -> None:
         # At multiples of the period, so that all ranks sample at the same time.
         while not self._end.wait(PERIOD - time.monotonic() % PERIOD):
-            with suppress(Exception):  # a heartbeat must never end a run; a missing one is seen by the supervisor
+            try:
                 if self.steps_here > FIRST_STEPS and int(time.monotonic() / SAMPLE_EVERY) != self._sample:
                     self._sample_arrivals()
                 self.beat()
+            except Exception:  # a heartbeat must never end a run, and a missing one would look like a held GIL
+                self._beat_without_counters()
+
+    def _beat_without_counters(self) -> None:
+        """Show that this rank lives, and nothing else: then it is never blamed for what it has not entered."""
+        with suppress(Exception):
+            state = {"counters": {}, "phase": "unknown", "step": self.step, "tickets": [], "groups": {}}
+            self.board.write(self.index, {**state, "beat": time.monotonic(), "median": self._median()})
 
 
 def _newest(tickets: list[recorder.Ticket]) -> list[dict[str, Any]]:

@@ -138,4 +138,6 @@ def groups() -> dict[str, Group]:
 
 
 def _groups() -> list[Any]:
-    return list(dist.distributed_c10d._world.pg_group_ranks) if dist.is_initialized() else []
+    """The groups that this rank is in. torch has a placeholder for each of those that it is not in."""
+    known = list(dist.distributed_c10d._world.pg_group_ranks) if dist.is_initialized() else []
+    return [group for group in known if isinstance(group, dist.ProcessGroup)]

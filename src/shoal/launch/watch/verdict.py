@@ -40,6 +40,8 @@ BUSY = 0.2
 """Fraction of the time from which a rank counts as computing. Heartbeat and idle threads use less than a hundredth."""
 SAME_ON_ALL = {"all_reduce", "broadcast", "reduce", "all_gather", "allgather", "_allgather_base", "reduce_scatter"}
 """Operations whose inputs have the same sizes on all ranks. Those of all_to_all, gather and scatter may differ."""
+UNKNOWN = "unknown"
+"""The phase of a rank whose counters could not be read."""
 OLD_BEAT = 2.0
 """Seconds after which a missing heartbeat means that its thread cannot run."""
 
@@ -205,11 +207,15 @@ class _Known:
             for rank in self.readings
             for channel in self._pending(rank)
             for other in self._members(channel)
-            if other != rank and self._entered(other, channel) < self._first_pending(rank, channel)
+            if other != rank and self._is_behind(other, channel, self._first_pending(rank, channel))
         ]
 
     def _first_pending(self, rank: int, channel: str) -> int:
         return self.readings[rank].counters[channel][1] + 1
+
+    def _is_behind(self, rank: int, channel: str, number: int) -> bool:
+        reading = self.readings[rank]
+        return reading.phase != UNKNOWN and self._entered(rank, channel) < number
 
     def _entered(self, rank: int, channel: str) -> int:
         return self.readings[rank].counters.get(channel, (0, 0))[0]

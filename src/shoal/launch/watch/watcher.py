@@ -96,9 +96,9 @@ class Watcher:
         key = (found.kind, found.rank, found.call)
         if not found.is_final and key == self._named:
             return None
-        stack = stack_of(pids[found.rank], self._stack_path(found.rank), is_stopped=found.kind == "stopped")
         if found.kind in ("order", "network"):
             found = self._by_stacks(found, pids)
+        stack = stack_of(pids[found.rank], self._stack_path(found.rank), is_stopped=found.kind == "stopped")
         if is_debugged(stack):
             self._named = key
             return None
