@@ -119,9 +119,7 @@ def test_numbers_that_optimizers_keep_for_a_parameter() -> None:
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        kept = sum(
-            value.numel() for state in optimizer.state.values() for key, value in state.items() if key != "step"
-        )
+        kept = sum(value.numel() for state in optimizer.state.values() for key, value in state.items() if key != "step")
         moments = moments_of(name, model, blocks)
         assert moments is not None
         assert kept == pytest.approx(moments * sum(p.numel() for p in model.parameters()))

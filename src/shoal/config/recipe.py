@@ -8,48 +8,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.bounds import MOST_BATCH, MOST_RANKS, MOST_SEQUENCE, check_bounds
 from shoal.config.duration import Duration
+from shoal.config.fields import (
+    BelowOne,
+    DurationField,
+    Fraction,
+    NotNegative,
+    Number,
+    PlanField,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from shoal.errors import ShoalError, raise_if
-
-
-def _not_bool(value: Any) -> Any:
-    """Reject booleans, which Python accepts as 0 and 1."""
-    if isinstance(value, bool):
-        raise ShoalError(f"it must be a number, got {value}", fix="1", code="R014")
-    return value
-
-
-Number = BeforeValidator(_not_bool)
-PositiveInt = Annotated[int, Number, Field(gt=0)]
-PositiveFloat = Annotated[float, Number, Field(gt=0)]
-NotNegative = Annotated[float, Number, Field(ge=0)]
-Fraction = Annotated[float, Number, Field(ge=0, le=1)]
-BelowOne = Annotated[float, Number, Field(ge=0, lt=1)]
-
-DurationField = Annotated[
-    Duration,
-    BeforeValidator(lambda value: value if isinstance(value, Duration) else Duration.parse(value)),
-    PlainSerializer(str),
-    WithJsonSchema({"type": ["string", "integer"], "examples": ["1000step", "2epoch", "1e9tok", "10min"]}),
-]
-PlanField = Annotated[
-    Plan,
-    BeforeValidator(lambda value: Plan.of(value)),
-    PlainSerializer(str),
-    WithJsonSchema({"type": ["string", "object"], "examples": ["auto", "dp_replicate=2 zero=0 mb=4"]}),
-]
-
-
-class Section(BaseModel):
-    """A section of a recipe: frozen, and without unknown keys."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
-    )
 
 
 class LoraSection(Section):
@@ -170,8 +145,8 @@ class OptimSection(Section):
     """The optimizer, its learning rate schedule, gradient clipping and loss scaling."""
 
     name: Literal["adamw", "sgd", "lion", "muon", "adafactor", "lamb", "lars"] = "adamw"
-    """The optimizer. adamw, sgd and lion update every element by itself, on every layout. muon, lamb and lars read whole
-    tensors: they need tp=1 and ep=1. adafactor also needs zero=0."""
+    """The optimizer. adamw, sgd and lion update every element by itself, on every layout. muon, lamb and lars read
+    whole tensors: they need tp=1 and ep=1. adafactor also needs zero=0."""
 
     @field_validator("name", mode="before")
     @classmethod
@@ -191,8 +166,8 @@ class OptimSection(Section):
     """Decoupled weight decay, or L2 penalty (sgd, lars), of every parameter with at least two dimensions."""
 
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
-    """Decay of the first and second moment (adamw, lamb, and what muon leaves to adamw); of the update and of the moment
-    (lion, usually 0.9 and 0.99)."""
+    """Decay of the first and second moment (adamw, lamb, and what muon leaves to adamw); of the update and of the
+    moment (lion, usually 0.9 and 0.99)."""
 
     eps: PositiveFloat = 1e-8
     """Added to the denominator (adamw, lamb)."""

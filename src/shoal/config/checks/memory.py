@@ -80,7 +80,9 @@ def check_memory(
         f" {parameters:.1f}, gradients {gradients:.1f}, optimizer state {optimizer:.1f}), but there are"
         f" {memory / GIB:.1f} GiB of memory"
     )
-    return [Problem("Q012", what, _fix(recipe, plan, trained, frozen=frozen, ranks=ranks, memory=memory, moments=moments))]
+    return [
+        Problem("Q012", what, _fix(recipe, plan, trained, frozen=frozen, ranks=ranks, memory=memory, moments=moments))
+    ]
 
 
 def _fix(

@@ -104,7 +104,9 @@ class _Exchange:
         self, tensors: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], like: Tensor, device: torch.device
     ) -> list[list[Tensor]]:
         """Send a list of tensors to each rank; return those that came from each, in the given shapes."""
-        flat = [torch.cat([tensor.reshape(-1) for tensor in each] or [like.new_empty(0)]).to(device) for each in tensors]
+        flat = [
+            torch.cat([tensor.reshape(-1) for tensor in each] or [like.new_empty(0)]).to(device) for each in tensors
+        ]
         sizes = [[rows * columns for rows, columns in each] for each in shapes]
         totals = [sum(each) for each in sizes]
         received = torch.empty(sum(totals), dtype=like.dtype, device=device)

@@ -21,9 +21,7 @@ def optimizer_of_run(run: RunState, section: OptimSection, *, lr: float, seed: i
     parts = [part.model for part in run.composed.parts]
     names = groups.matrices_in_blocks(parts, run.description.blocks)
     matrices = [run.composed.named[name] for name in names if name in run.composed.named]
-    return build_optimizer(
-        run.parameters, section, lr=lr, seed=seed, offload=run.plan.offload, matrices=matrices
-    )
+    return build_optimizer(run.parameters, section, lr=lr, seed=seed, offload=run.plan.offload, matrices=matrices)
 
 
 def muon_groups(model: nn.Module, *, weight_decay: float = 0.1) -> list[dict[str, Any]]:
