@@ -8,7 +8,7 @@ from pydantic import Field
 
 from shoal.blueprint.validation.bounds import MOST_BATCH, MOST_SEQUENCE
 from shoal.config.data_source import Format, SourceField, WeightedSource
-from shoal.config.section import BelowOne, PositiveInt, Section
+from shoal.config.fields import BelowOne, PositiveInt, Section
 
 
 class DataSection(Section):

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, ValidationError, WithJsonSchema
 
-from shoal.config.section import Section
+from shoal.config.fields import Section
 from shoal.errors import Findings, Problem, ShoalError, nearest
 from shoal.safe_parsing import short
 

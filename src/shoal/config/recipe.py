@@ -8,35 +8,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.bounds import MOST_RANKS, check_bounds
 from shoal.config.data_section import DataSection as DataSection
 from shoal.config.duration import Duration
-from shoal.config.section import BelowOne, Fraction, NotNegative, Number, PositiveFloat, PositiveInt, Section
+from shoal.config.fields import (
+    BelowOne,
+    DurationField,
+    Fraction,
+    NotNegative,
+    Number,
+    PlanField,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from shoal.errors import ShoalError, raise_if
-
-DurationField = Annotated[
-    Duration,
-    BeforeValidator(lambda value: value if isinstance(value, Duration) else Duration.parse(value)),
-    PlainSerializer(str),
-    WithJsonSchema({"type": ["string", "integer"], "examples": ["1000step", "2epoch", "1e9tok", "10min"]}),
-]
-PlanField = Annotated[
-    Plan,
-    BeforeValidator(lambda value: Plan.of(value)),
-    PlainSerializer(str),
-    WithJsonSchema({"type": ["string", "object"], "examples": ["auto", "dp_replicate=2 zero=0 mb=4"]}),
-]
 
 
 class LoraSection(Section):
@@ -92,8 +81,8 @@ class OptimSection(Section):
     """The optimizer, its learning rate schedule, gradient clipping and loss scaling."""
 
     name: Literal["adamw", "sgd", "lion", "muon", "adafactor", "lamb", "lars"] = "adamw"
-    """The optimizer. adamw, sgd and lion update every element by itself, on every layout. muon, lamb and lars read whole
-    tensors: they need tp=1 and ep=1. adafactor also needs zero=0."""
+    """The optimizer. adamw, sgd and lion update every element by itself, on every layout. muon, lamb and lars read
+    whole tensors: they need tp=1 and ep=1. adafactor also needs zero=0."""
 
     @field_validator("name", mode="before")
     @classmethod
@@ -113,8 +102,8 @@ class OptimSection(Section):
     """Decoupled weight decay, or L2 penalty (sgd, lars), of every parameter with at least two dimensions."""
 
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
-    """Decay of the first and second moment (adamw, lamb, and what muon leaves to adamw); of the update and of the moment
-    (lion, usually 0.9 and 0.99)."""
+    """Decay of the first and second moment (adamw, lamb, and what muon leaves to adamw); of the update and of the
+    moment (lion, usually 0.9 and 0.99)."""
 
     eps: PositiveFloat = 1e-8
     """Added to the denominator (adamw, lamb)."""

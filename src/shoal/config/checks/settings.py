@@ -1,8 +1,9 @@
 """Every problem of a recipe's settings that neither the model nor the data is needed for.
 
 Each area has one function here or below: the plan and the batch in `shoal.blueprint.validation`, `comm:` in
-`no_effect`, durations, packages and optimizers in files of their own, the rest of `optim:` and fp8 in this file. Nothing here needs torch, so
-a mistyped key is reported in a fraction of a second. `shoal.train.recipe.preflight` adds the model and the data.
+`no_effect`, durations, packages and optimizers in files of their own, the rest of `optim:` and fp8 in this file.
+Nothing here needs torch, so a mistyped key is reported in a fraction of a second. `shoal.train.recipe.preflight` adds
+the model and the data.
 """
 
 from __future__ import annotations

@@ -94,7 +94,8 @@ class LAMB(Layerwise):
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         correction1, correction2 = (1 - beta ** float(state["step"]) for beta in (beta1, beta2))
         root = (second / correction2).sqrt_().add_(group["eps"])
-        return (first / correction1).div_(root).add_(weight, alpha=group["weight_decay"])
+        direction: Tensor = (first / correction1).div_(root)
+        return direction.add_(weight, alpha=group["weight_decay"])
 
     def _ratio(self, group: dict[str, Any], of_weight: float, of_direction: float) -> float:
         return of_weight / of_direction

@@ -1,4 +1,4 @@
-"""The orthogonal matrix nearest to a matrix, approximately, by the Newton-Schulz iteration of Muon (Jordan et al. 2024).
+"""The orthogonal matrix nearest to a matrix, about, by the Newton-Schulz iteration of Muon (Jordan et al. 2024).
 
 With the singular values X = U S V', the result is U S' V' with all of S' between 0.7 and 1.2. The coefficients grow
 small singular values fast, so that five steps suffice; they do not converge to 1.

@@ -1,11 +1,13 @@
-"""The base of all sections of a recipe, and the kinds of numbers in them."""
+"""The types of a recipe's settings, and what its sections share."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
+from shoal.blueprint.plan import Plan
+from shoal.config.duration import Duration
 from shoal.errors import ShoalError
 
 
@@ -22,6 +24,19 @@ PositiveFloat = Annotated[float, Number, Field(gt=0)]
 NotNegative = Annotated[float, Number, Field(ge=0)]
 Fraction = Annotated[float, Number, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Number, Field(ge=0, lt=1)]
+
+DurationField = Annotated[
+    Duration,
+    BeforeValidator(lambda value: value if isinstance(value, Duration) else Duration.parse(value)),
+    PlainSerializer(str),
+    WithJsonSchema({"type": ["string", "integer"], "examples": ["1000step", "2epoch", "1e9tok", "10min"]}),
+]
+PlanField = Annotated[
+    Plan,
+    BeforeValidator(lambda value: Plan.of(value)),
+    PlainSerializer(str),
+    WithJsonSchema({"type": ["string", "object"], "examples": ["auto", "dp_replicate=2 zero=0 mb=4"]}),
+]
 
 
 class Section(BaseModel):
