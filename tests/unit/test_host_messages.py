@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.agent.prepare import check_recipe
+from shoal.cli.train import main as train
 from shoal.comm.rendezvous.key import Key
 from shoal.errors import ShoalError
 from shoal.launch.hosts import members as members_module
@@ -250,6 +251,21 @@ def test_a_host_without_the_recipe_or_with_another_one(tmp_path: Any) -> None:
         check_recipe(path, order)
     path.write_bytes(b"one")
     check_recipe(path, order)
+
+
+def test_options_of_hosts_without_hosts_and_hosts_under_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rejects("N067", "--listen has no effect"):
+        train(["--listen", "10.0.0.1", "--device", "cpu"])
+    with rejects("N065", "--min-hosts must be 1 to 1"):
+        train(["--hosts", "127.0.0.1:1", "--min-hosts", "2"])
+    with rejects("N062", "checkpoint.memory_every"):
+        train(["--hosts", "127.0.0.1:1", "--checkpoint.memory_every", "1step"])
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with rejects("N068", "this is rank 1 of torchrun"):
+        train(["--hosts", "127.0.0.1:1"])
 
 
 def test_hosts_are_read_from_words_and_files(tmp_path: Any) -> None:

@@ -81,9 +81,9 @@ def main(arguments: Sequence[str]) -> int:
     out = sys.stdout
     # With --json, stdout is for the one object. What a user's model prints goes to stderr.
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        if options.hosts is not None and not options.dry_run:
+        if options.hosts is not None:
             return _train_on_hosts(options, arguments, reading, start_time, out)
-        return _train(options, reading, start_time, out)
+        return _train(options, reading, start_time, out, read_environment(os.environ))
 
 
 def as_verb() -> TrainVerb:
@@ -97,18 +97,19 @@ def as_verb() -> TrainVerb:
 def _train_on_hosts(
     options: Train, words: Sequence[str], reading: RecipeReading, start_time: float, out: TextIO
 ) -> int:
-    from shoal.cli.agent.coordinate import train_on_hosts
+    from shoal.cli.agent.coordinate import place_on_hosts, train_on_hosts
 
     for note in reading.notes:
         print(f"shoal: {note}", file=sys.stderr)
     recipe = reading.complete(lambda each: check_incomplete(each, None))
+    if options.dry_run:
+        return _train(options, reading, start_time, out, place_on_hosts(options.hosts, recipe.launch.nproc))
     summary, is_written = train_on_hosts(options, words, recipe, as_verb(), start_time)
     show_summary(summary, as_json=options.json, out=out)
     return _exit_code(summary, is_written=is_written, is_main=True)
 
 
-def _train(options: Train, reading: RecipeReading, start_time: float, out: TextIO) -> int:
-    placement = read_environment(os.environ)
+def _train(options: Train, reading: RecipeReading, start_time: float, out: TextIO, placement: Placement | None) -> int:
     is_main = placement is None or placement.rank == 0
     for note in reading.notes if is_main else ():
         print(f"shoal: {note}", file=sys.stderr)
@@ -156,7 +157,7 @@ def _exit_code(summary: dict[str, Any], *, is_written: bool, is_main: bool) -> i
 
 def _checked_job(options: Train, reading: RecipeReading, placement: Placement | None) -> Job:
     """The job of a command without problems; else raise all of them."""
-    reading = reading.with_problems(_check_resume(options.resume))
+    reading = reading.with_problems([*_check_resume(options.resume), *_check_hosts(options)])
     recipe = reading.complete(lambda each: check_incomplete(each, _known_ranks(each, placement)))
     found = _checked(options, placement, recipe)
     raise_if(found.problems)
@@ -211,6 +212,14 @@ def _check_resume(resume: str) -> Iterator[Problem]:
     if resume not in ("auto", "latest", "fresh") and not is_step:
         what = f"--resume must be auto, latest, fresh or a step, got {resume[:80]!r}"
         yield Problem("R032", what, "--resume auto")
+
+
+def _check_hosts(options: Train) -> Iterator[Problem]:
+    """Find options that have no effect without --hosts."""
+    for name in ("min_hosts", "ssh", "listen"):
+        if options.hosts is None and getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            yield Problem("N067", f"{flag} has no effect without --hosts", f"--hosts a:8,b:8, or leave {flag} out")
 
 
 def _import_torch(recipe: Recipe) -> None:

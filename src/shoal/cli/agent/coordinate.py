@@ -12,6 +12,7 @@ from typing import Any
 
 from shoal.cli.agent.keys import handed_over, shared_key
 from shoal.cli.agent.prepare import TrainVerb
+from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.config.recipe import Recipe
 from shoal.elastic.replan import plan_for_ranks
 from shoal.elastic.restart import with_restarts
@@ -27,6 +28,7 @@ def train_on_hosts(
     options: Any, words: Sequence[str], recipe: Recipe, verb: TrainVerb, start_time: float
 ) -> tuple[dict[str, Any], bool]:
     """Train on all hosts of --hosts; returns the summary of the run, and whether it was written."""
+    _reject_launcher()
     hosts = read_hosts(options.hosts, default_slots=recipe.launch.nproc)
     reject_loopback_names(hosts)
     _reject_memory_tier(recipe)
@@ -58,6 +60,12 @@ def train_on_hosts(
     return value["summary"], value["is_written"]
 
 
+def place_on_hosts(text: str | None, nproc: int | None) -> Placement:
+    """The place of rank 0 on the hosts of --hosts, to check a job for them on this host."""
+    slots = [host.slots for host in read_hosts(text or "", default_slots=nproc)]
+    return Placement(rank=0, world_size=sum(slots), local_rank=0, local_world_size=slots[0])
+
+
 def _plan_for(recipe: Recipe, all_ranks: int, world_size: int) -> str | None:
     """The plan for the ranks that are left; None: that of the command, or the planner's."""
     if world_size == all_ranks or recipe.run.planned:
@@ -70,6 +78,16 @@ def _min_hosts(wanted: int | None, num_hosts: int) -> int:
         what = f"--min-hosts must be 1 to {num_hosts}, the number of hosts, got {wanted}"
         raise ShoalError(what, fix="--min-hosts 1", code="N065")
     return wanted or num_hosts
+
+
+def _reject_launcher() -> None:
+    placement = read_environment(os.environ)
+    if placement is not None and placement.world_size > 1:
+        raise ShoalError(
+            f"--hosts starts the ranks itself, but this is rank {placement.rank} of {placement.source}",
+            fix="give the command once, without torchrun, srun or mpirun; or leave --hosts out",
+            code="N068",
+        )
 
 
 def _reject_memory_tier(recipe: Recipe) -> None:

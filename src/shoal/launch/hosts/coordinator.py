@@ -28,11 +28,12 @@ from shoal.launch.hosts.store import StoreProcess, close_all_but
 
 SECONDS_TO_NOTE = 8.0
 """Seconds after which hosts that have not joined are named."""
-FENCE = 0.5
+FENCE = 1.0
 """Seconds after a host is lost before a generation without it starts."""
 REVIVAL = 5.0
 """Seconds between two attempts to start the agent of a lost host."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_HANG_UP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)  # nohup ignores it
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_HANG_UP)
 
 LocalAgent = Callable[[tuple[str, int], str, str], int]
 """Serves as the agent of this host: address, key and name; returns an exit code."""
@@ -75,7 +76,6 @@ class Coordinator:
                 return self._run_generation(self.members.present)
 
     def _run_generation(self, hosts: list[Member]) -> Any:
-        self._wait_for_fences()
         generation = Generation(
             self.number, self.members, hosts, self.job, self.store.address, self.signals, revive=self.revive
         )
@@ -88,6 +88,7 @@ class Coordinator:
                 plan = Plan.parse(generation.plan).brief()
                 self.members.say(f"continuing on {len(hosts)} of {len(self.members.members)} hosts: {plan}")
             self.num_used = len(hosts)
+            generation.wait_until(self._fence())
             generation.start()
             return generation.watch()
         except Grown:
@@ -96,10 +97,9 @@ class Coordinator:
             generation.stop_all(0.0)
             raise
 
-    def _wait_for_fences(self) -> None:
-        """Wait until a host that is only cut off has noticed it too, and has ended its workers."""
-        until = max((member.lost_at for member in self.members.members if not member.is_here), default=0.0) + FENCE
-        self.pause(max(0.0, until - time.monotonic()))
+    def _fence(self) -> float:
+        """The moment from which a host that is only cut off has noticed it too, and has ended its workers."""
+        return max((member.lost_at for member in self.members.members if not member.is_here), default=0.0) + FENCE
 
     def revive(self) -> None:
         """Start the agents of missing hosts, now and then."""

@@ -28,6 +28,8 @@ SETTLE_ON_ECHO = 2.0
 """The same, while all reports are of lost peers."""
 MOST_PEERS = 16
 """Other hosts that each host tries to reach before the start."""
+SECONDS_TO_STOP = 1.0
+"""Seconds between SIGTERM and SIGKILL for ranks of other hosts, when one has failed."""
 SECONDS_TO_END = 10.0
 """Seconds that an agent may take to report that its workers have ended, after the order to end them."""
 
@@ -172,6 +174,14 @@ class Generation:
                         code="N059",
                     )
 
+    def wait_until(self, moment: float) -> None:
+        """Wait until a moment of the monotonic clock; raises if a host is lost before."""
+        while time.monotonic() < moment:
+            self._raise_on_signal()
+            for host, event in self.all.turn(min(0.1, max(0.0, moment - time.monotonic()))):
+                if host in self.hosts and event["say"] == "lost":
+                    raise self._lost(host, str(event["why"]))
+
     def start(self) -> None:
         """Let every host start its workers."""
         self.all.shows_plain, self.all.has_begun = self.hosts[0], True
@@ -198,7 +208,8 @@ class Generation:
                 first_seen = first_seen or time.monotonic()
                 candidate = first_failure(failure for failure, _, _ in self.failures)
                 if time.monotonic() > first_seen + (SETTLE_ON_ECHO if candidate.is_echo else SETTLE):
-                    self.stop_all()
+                    # Ranks that wait for a lost host in a collective act on no SIGTERM.
+                    self.stop_all(0.0 if candidate.code == "N057" else SECONDS_TO_STOP)
                     raise self._outcome()
         killed = next((event["signal"] for event in self.done.values() if event["outcome"] == "killed"), None)
         if killed is not None:
@@ -250,7 +261,7 @@ class Generation:
         failed.may_pass = True
         return failed
 
-    def stop_all(self, seconds: float = 1.0) -> None:
+    def stop_all(self, seconds: float) -> None:
         """End the workers of all hosts; return when they have ended, or their hosts are lost."""
         self.all.send(self.hosts, {"do": "stop", "seconds": seconds})
         deadline = time.monotonic() + seconds + SECONDS_TO_END

@@ -32,8 +32,6 @@ MOST_READ = 16
 """Pieces of output that are relayed in one turn, so that a flood of output does not delay heartbeats."""
 MOST_UNSENT = 2**20
 """Unsent bytes from which output is not read any more, until the coordinator has read some."""
-SECONDS_TO_STOP = 1.0
-"""Seconds that workers have to end after SIGTERM, when another host has failed."""
 
 
 class Silent(Exception):
@@ -135,7 +133,7 @@ class Agent:
             self.runner = Runner(int(order["generation"]))
             self._to_template(order)
         elif kind == "stop":
-            self._stop(float(order.get("seconds", SECONDS_TO_STOP)))
+            self._stop(float(order["seconds"]))
         elif kind == "signal":
             self.signal_runner(int(order["number"]))
         elif kind == "leave":
