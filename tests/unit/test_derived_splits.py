@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,7 +9,9 @@ from shoal import Split
 from shoal.train.build_model import describe
 from tests.rejects import rejects
 
-transformers: Any = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+import transformers
+
 from tests import huggingface
 
 
