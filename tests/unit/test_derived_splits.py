@@ -37,12 +37,11 @@ def test_sinks_are_cut_and_low_rank_layers_stay_whole() -> None:
     assert deepseek.split_of(f"{attention}.kv_b_proj") is Split.COLUMN
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers, in DeBERTa
 def test_parameters_that_are_read_without_a_call_have_no_place_in_a_pipeline() -> None:
-    sizes = {key: huggingface.SMALL[key] for key in ("vocab_size", "hidden_size", "num_attention_heads")}
-    config = transformers.DebertaV2Config(
-        **sizes, num_hidden_layers=2, intermediate_size=24, max_position_embeddings=16, relative_attention=True
-    )
+    own = {"max_position_embeddings": 16, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    config = transformers.DebertaV2Config(**huggingface.SMALL | own)
     described = describe(transformers.DebertaV2ForMaskedLM(config))
     assert described.blocks == ("deberta.encoder.layer.0", "deberta.encoder.layer.1")
     assert "rel_embeddings without calling it" in described.why_not["pp"]
