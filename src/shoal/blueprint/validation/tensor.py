@@ -87,7 +87,8 @@ def _rules_of_features(description: Description, features: Shapes) -> Iterator[_
         if split is Split.VOCABULARY:
             yield _Rule(size, f"the {size} of {pattern}", uneven=True)
         else:
-            which = {Split.ROW: "input features", Split.COLUMN: "output features"}.get(split, "entries")
+            kinds = {Split.ROW: "input features", Split.COLUMN: "output features"}
+            which = kinds.get(split, "entries") if split else "entries"
             yield _Rule(size, f"the {size} {which} of {pattern}")
 
 

@@ -34,7 +34,7 @@ class RowParallelTransposed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map this rank's features to a replicated tensor. The bias is added once, after the sum."""
-        total = self.tensor.leave(F.linear(x, self.weight.T))
+        total: Tensor = self.tensor.leave(F.linear(x, self.weight.T))
         return total if self.bias is None else total + self.bias.to(total.dtype)
 
 

@@ -97,7 +97,8 @@ class Flow:
         return regions[::-1]
 
     def _are_even(self, names: Iterable[str]) -> bool:
-        return not any(size % HALVES for name in names for size in self._block.module.get_submodule(name).weight.shape)
+        weights = [self._block.module.get_parameter(f"{name}.weight") for name in names]
+        return not any(size % HALVES for weight in weights for size in weight.shape)
 
     def _plain(self, row: str) -> Region | None:
         columns = self.feeds[row]
