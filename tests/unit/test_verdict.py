@@ -140,6 +140,10 @@ def test_ranks_that_wait_for_each_other() -> None:
     text = problem_of(found, num_ranks=2, timeout=600.0).what
     assert "rank 0 in collective #5 of tp" in text
     assert "rank 1 in all_reduce #118 of dp (float32[8])" in text
+    states = {0: ProcessState(wchan="futex_wait_queue"), 1: ProcessState(wchan="hrtimer_nanosleep")}
+    found = verdict(readings, states, LIMITS)  # rank 1 has started its collective, and does not wait for it
+    assert found is not None
+    assert (found.kind, found.rank, str(found.call)) == ("never_entered", 1, "collective #5 of tp")
 
 
 def test_messages_between_two_ranks_are_channels() -> None:

@@ -118,7 +118,7 @@ class _Known:
     def culprit(self) -> Verdict | None:
         """A rank for which others wait, and which waits for none."""
         edges = self._edges()
-        for rank in self._roots(edges):
+        for rank in self._roots(edges) or self._awake(edges):
             waiting = tuple(sorted({waiter for waiter, late, _ in edges if late == rank}))
             call = self._call_waited_for(waiting, rank)
             if found := self._judged(rank, waiting, call):
@@ -131,12 +131,24 @@ class _Known:
         late = {late for _, late, _ in edges} - waiting
         return sorted(rank for rank in late if self.readings[rank].age > OLD_BEAT or not self._may_wait_elsewhere(rank))
 
+    def _awake(self, edges: list[tuple[int, int, str]]) -> list[int]:
+        """The one rank of a circle that does not sleep on a lock. It has started to receive, and went elsewhere.
+
+        A thread that waits for a collective or a message sleeps on a lock (a futex) in gloo and NCCL.
+        """
+        late = {late for _, late, _ in edges}
+        awake = [rank for rank in late if not self._state(rank).wchan.startswith("futex")]
+        return awake if len(awake) == 1 and len(late) > 1 else []
+
+    def _state(self, rank: int) -> ProcessState:
+        return self.states.get(rank, ProcessState())
+
     def _may_wait_elsewhere(self, rank: int) -> bool:
         """Whether a rank is in a call that a rank of another host may not have entered."""
         return not all(self._is_seen(channel) for channel in self._pending(rank))
 
     def _judged(self, rank: int, waiting: tuple[int, ...], call: Call | None) -> Verdict | None:
-        reading, state = self.readings[rank], self.states.get(rank, ProcessState())
+        reading, state = self.readings[rank], self._state(rank)
         median = max(each.median_step for each in self.readings.values())
         waited = self._still(self.readings)
         if waited < self.thresholds.named(reading.phase, median):
