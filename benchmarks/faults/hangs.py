@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import report
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import report
 
 KINDS = {
     "kill": ("kill_at", "N024", "was killed by signal 9"),
@@ -153,7 +154,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
-    options = report.arguments(parser, cases=1, ranks=[3], kinds=["kill", "other shape"])
+    options = report.arguments(parser, cases=1, ranks=[3], kinds=["other shape"])
     chosen = [case for case in cases(options.seed, options.cases, options.ranks) if case.kind in options.kinds]
     if options.part is not None or options.jobs == 1:
         found = list(_outcomes(chosen[options.part or 0 :: options.jobs], prints=options.part is not None))
