@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import report
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import report
 
 KINDS = {
     "kill": ("kill_at", "N024", "was killed by signal 9"),
@@ -38,6 +39,7 @@ MODEL = [
     *["--data.workers", "0", "--device", "cpu", "--launch.threads", "1", "--run.duration", "60step"],
     *["--run.fast_dev_run", "false", "--checkpoint.every", "1000step", "--launch.max_restarts", "0", "--quiet"],
 ]
+VERDICT = r"rank \d+ of \d+ .*\[N0\d\d\]"
 LIMIT = {"kill": 0.5}
 """Seconds in which a fault has to be named; others: 5."""
 
@@ -122,7 +124,7 @@ def _heard(read: int, child: int, most: float = 90.0) -> tuple[str, float]:
             continue
         part = os.read(read, 2**16)
         said += part
-        if not at and re.search(rb"rank \d+ of \d+ ", said):
+        if not at and re.search(VERDICT, said.decode(errors="replace")):
             at = time.monotonic()
         if not part:
             return said.decode(), at
@@ -132,7 +134,7 @@ def _heard(read: int, child: int, most: float = 90.0) -> tuple[str, float]:
 
 def _is_right(said: str, case: Case, code: str, words: str, counters: dict[str, int]) -> bool:
     """Whether rank, verdict, axis, number and stack are those of the fault."""
-    line = next((line for line in said.splitlines() if re.search(r"rank \d+ of \d+ ", line)), "")
+    line = next((line for line in said.splitlines() if re.search(VERDICT, line)), "")
     named = f"rank {case.rank} of {case.ranks} {words}" in line and f"[{code}]" in line
     call = re.search(r"#(\d+) of (\w+)", line)
     operation = re.search(r"(\w+) #\d+ of|called (\w+) of", line)
@@ -152,7 +154,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
-    options = report.arguments(parser, cases=1, ranks=[3], kinds=["kill", "other shape"])
+    options = report.arguments(parser, cases=1, ranks=[3], kinds=["other shape"])
     chosen = [case for case in cases(options.seed, options.cases, options.ranks) if case.kind in options.kinds]
     if options.part is not None or options.jobs == 1:
         found = list(_outcomes(chosen[options.part or 0 :: options.jobs], prints=options.part is not None))

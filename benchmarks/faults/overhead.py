@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import report
 from shoal.comm.heartbeat.heart import Heart, begin_step, heart
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import report
 
 STEP = 0.010
 """Seconds of a step, of which most are computation."""

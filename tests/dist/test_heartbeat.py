@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.heartbeat import recorder
-from shoal.comm.heartbeat.heart import begin_step, heart
+from shoal.comm.heartbeat.heart import begin_step, heart, phase
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.errors import RunFailed
@@ -105,3 +105,19 @@ def test_a_rank_that_hangs_is_named_and_ended(how: str, code: str, text: str) ->
     assert f"[{code}]" in said
     assert "act (" in said or "all_reduce (" in said  # the stack
     assert caught.value.may_pass == (how != "shape")
+
+
+def be_late(place: Placement, store: dist.Store) -> float:
+    """Rank 1 takes 4 s for its data."""
+    with World.start(place, device="cpu", store=store, timeout=60, threads=1) as world, phase("data"):
+        if place.rank == 1:
+            time.sleep(4.0)
+        return world.all_reduce_host([1.0]).wait()[0]
+
+
+def test_a_rank_that_is_slow_between_steps_is_named_once_and_continues(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(be_late, nproc=2) == [2.0, 2.0]
+    said = capfd.readouterr().err
+    assert said.count("rank 1 of 2 never entered all_reduce #2 of world (float64[1])") == 1, said
+    assert "(phase: data) [N030]" in said
+    assert "be_late (" in said

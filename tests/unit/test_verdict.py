@@ -77,6 +77,8 @@ IN_TP = {"1": (118, 118), "3": (43, 42)}
         ("a chain", {0: waits(), 1: waits(), 2: behind(), 3: waits(counters=IN_TP)}, RUNS,
          ("never_entered", 2, None, True)),
         ("all have entered", dict.fromkeys(range(4), waits(still=31.0)), RUNS, ("network", 0, 118, True)),
+        ("waits for another host", {2: waits(counters={"1": (118, 117), "3": (42, 42)}),
+                                    3: waits(counters={"1": (118, 118), "3": (43, 42)})}, RUNS, None),
         ("unknown", {**WAITING, 2: behind(still=99.0, phase="unknown", counters={})}, RUNS, None),
         ("on another host", {0: waits(still=99.0), 1: waits(still=99.0)}, RUNS, None),
     ],
@@ -127,9 +129,10 @@ def test_inputs_that_may_differ_are_no_mismatch() -> None:
 
 def test_ranks_that_wait_for_each_other() -> None:
     """Rank 0 has entered tp and not dp, rank 1 dp and not tp."""
+    groups = {"1": ("dp", (0, 1)), "2": ("tp", (0, 1))}
     readings = {
-        0: waits(counters={"1": (117, 117), "2": (5, 4)}, tickets=()),
-        1: waits(counters={"1": (118, 117), "2": (4, 4)}),
+        0: waits(counters={"1": (117, 117), "2": (5, 4)}, tickets=(), groups=groups),
+        1: waits(counters={"1": (118, 117), "2": (4, 4)}, groups=groups),
     }
     found = verdict(readings, dict.fromkeys(range(2), RUNS), LIMITS)
     assert found is not None
@@ -137,6 +140,10 @@ def test_ranks_that_wait_for_each_other() -> None:
     text = problem_of(found, num_ranks=2, timeout=600.0).what
     assert "rank 0 in collective #5 of tp" in text
     assert "rank 1 in all_reduce #118 of dp (float32[8])" in text
+    states = {0: ProcessState(wchan="futex_wait_queue"), 1: ProcessState(wchan="hrtimer_nanosleep")}
+    found = verdict(readings, states, LIMITS)  # rank 1 has started its collective, and does not wait for it
+    assert found is not None
+    assert (found.kind, found.rank, str(found.call)) == ("never_entered", 1, "collective #5 of tp")
 
 
 def test_messages_between_two_ranks_are_channels() -> None:

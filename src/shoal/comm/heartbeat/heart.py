@@ -50,6 +50,8 @@ class Heart:
         self.arrivals = Arrivals()
         self._sample = 0
         self.phase, self.step, self.steps_here = "start", 0, 0
+        self.rank, self.num_ranks = index, board.size
+        """This rank among those of all hosts, once it has joined them."""
         self.exchanges: Any = None
         """The board on which ranks exchange numbers without a message, if there is one; its waits are counted too."""
         self.messages = MessageCounter()
@@ -102,7 +104,7 @@ class Heart:
                 self._newest = _newest(self._tickets)
             written = {**state, "counters": recorder.exact(counted, self._tickets)}
             written |= {"tickets": self._newest, "groups": self._groups(counted)}
-            written |= {"beat": time.monotonic(), "median": self._median()}
+            written |= {**self._who(), "beat": time.monotonic(), "median": self._median()}
             if not self.board.write(self.index, written):
                 self.board.write(self.index, {**written, "groups": {}, "tickets": self._newest[-4:]})
 
@@ -168,7 +170,10 @@ class Heart:
         """Show that this rank lives, and nothing else: then it is never blamed for what it has not entered."""
         with suppress(Exception):
             state = {"counters": {}, "phase": "unknown", "step": self.step, "tickets": [], "groups": {}}
-            self.board.write(self.index, {**state, "beat": time.monotonic(), "median": self._median()})
+            self.board.write(self.index, {**state, **self._who(), "beat": time.monotonic(), "median": self._median()})
+
+    def _who(self) -> dict[str, int]:
+        return {"rank": self.rank, "num_ranks": self.num_ranks}
 
 
 def _newest(tickets: list[recorder.Ticket]) -> list[dict[str, Any]]:

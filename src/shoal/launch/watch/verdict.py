@@ -118,7 +118,7 @@ class _Known:
     def culprit(self) -> Verdict | None:
         """A rank for which others wait, and which waits for none."""
         edges = self._edges()
-        for rank in self._roots(edges):
+        for rank in self._roots(edges) or self._awake(edges):
             waiting = tuple(sorted({waiter for waiter, late, _ in edges if late == rank}))
             call = self._call_waited_for(waiting, rank)
             if found := self._judged(rank, waiting, call):
@@ -128,10 +128,27 @@ class _Known:
     def _roots(self, edges: list[tuple[int, int, str]]) -> list[int]:
         """The ranks for which others wait, and which wait for none. A rank without heartbeat has old counters."""
         waiting = {waiter for waiter, _, _ in edges if self.readings[waiter].age < OLD_BEAT}
-        return sorted({late for _, late, _ in edges} - waiting)
+        late = {late for _, late, _ in edges} - waiting
+        return sorted(rank for rank in late if self.readings[rank].age > OLD_BEAT or not self._may_wait_elsewhere(rank))
+
+    def _awake(self, edges: list[tuple[int, int, str]]) -> list[int]:
+        """The one rank of a circle that does not sleep on a lock. It has started to receive, and went elsewhere.
+
+        A thread that waits for a collective or a message sleeps on a lock (a futex) in gloo and NCCL.
+        """
+        late = {late for _, late, _ in edges}
+        awake = [rank for rank in late if not self._state(rank).wchan.startswith("futex")]
+        return awake if len(awake) == 1 and len(late) > 1 else []
+
+    def _state(self, rank: int) -> ProcessState:
+        return self.states.get(rank, ProcessState())
+
+    def _may_wait_elsewhere(self, rank: int) -> bool:
+        """Whether a rank is in a call that a rank of another host may not have entered."""
+        return not all(self._is_seen(channel) for channel in self._pending(rank))
 
     def _judged(self, rank: int, waiting: tuple[int, ...], call: Call | None) -> Verdict | None:
-        reading, state = self.readings[rank], self.states.get(rank, ProcessState())
+        reading, state = self.readings[rank], self._state(rank)
         median = max(each.median_step for each in self.readings.values())
         waited = self._still(self.readings)
         if waited < self.thresholds.named(reading.phase, median):
@@ -154,7 +171,8 @@ class _Known:
         """Ranks that wait for each other."""
         edges = self._edges()
         waiting = sorted({waiter for waiter, _, _ in edges})
-        if not waiting or self._roots(edges) or not self._is_late(waiting):
+        is_closed = {late for _, late, _ in edges} <= set(waiting) and not any(map(self._may_wait_elsewhere, waiting))
+        if not waiting or not is_closed or not self._is_late(waiting):
             return None
         rank = waiting[0]
         calls = {}
@@ -180,9 +198,8 @@ class _Known:
         return Verdict(kind="network", rank=rank, call=call, waited=waited, waiting=waiting, is_final=is_final)
 
     def _is_seen(self, channel: str) -> bool:
-        """Whether all ranks of a group are watched. Else one that has ended, or is on another host, may be missing."""
-        name = channel.partition(":")[0]
-        ranks = next((each.groups[name][1] for each in self.readings.values() if name in each.groups), ())
+        """Whether all ranks of a channel are watched: none has ended, or is on another host."""
+        ranks = self._ranks(channel)
         return bool(ranks) and all(rank in self.readings for rank in ranks)
 
     def _is_late(self, ranks: Iterable[int]) -> bool:
@@ -222,14 +239,18 @@ class _Known:
 
     def _members(self, channel: str) -> Iterator[int]:
         """The watched ranks of a channel."""
-        if channel == "board":
-            return iter(self.readings)
+        return (rank for rank in self._ranks(channel) if rank in self.readings)
+
+    def _ranks(self, channel: str) -> tuple[int, ...]:
+        """The ranks of a channel; empty: they are not known."""
+        if channel == "board":  # of ranks on one host
+            return tuple(self.readings)
         name, _, ends = channel.partition(":")
         ranks = next((each.groups[name][1] for each in self.readings.values() if name in each.groups), ())
         if ends:
             places = [int(place) for place in ends.split(">")]
             ranks = tuple(ranks[place] for place in places if 0 <= place < len(ranks))
-        return (rank for rank in ranks if rank in self.readings)
+        return ranks
 
     def _call_waited_for(self, waiting: Iterable[int], late: int) -> Call | None:
         """The call of the waiting ranks that the late one has not entered; a group's before the board's."""

@@ -51,7 +51,8 @@ class Watcher:
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _named: tuple[Any, ...] = ()
     """The last verdict that was reported without ending the rank."""
-    _debugged: bool = False
+    _indices: dict[int, int] = field(default_factory=dict)
+    """Rank among those of all hosts → number on this host."""
 
     @classmethod
     def start(cls, directory: Path, num_ranks: int, *, timeout: float, turn: float) -> Watcher | None:
@@ -60,26 +61,24 @@ class Watcher:
         return None if board is None else cls(directory, board, num_ranks, Thresholds(timeout), turn)
 
     def look(self, pids: Mapping[int, int]) -> Failure | None:
-        """Look at all running ranks; return the failure of one that is to be ended."""
+        """Look at all running workers, by their number on this host; return the failure of one that is to be ended."""
         now = time.monotonic()
         self.clock += min(now - (self._last_look or now), 2 * self.turn)
         self._last_look = now
-        readings, states = {}, {}
-        for rank, pid in pids.items():
-            states[rank], reading = self._look_at(rank, pid)
-            if reading is not None:
-                readings[rank] = reading
-        if len(readings) < len(pids):  # a worker has not started to beat
+        beats = {index: beat for index in pids if (beat := self.board.read(index)) is not None}
+        if len(beats) < len(pids):  # a worker has not started to beat
             return None
+        self._indices = {beat["rank"]: index for index, beat in beats.items()}
+        readings, states = {}, {}
+        for rank, index in self._indices.items():
+            states[rank], readings[rank] = self._look_at(index, pids[index], beats[index])
+            self.num_ranks = beats[index]["num_ranks"]
         found = verdict(readings, states, self.thresholds)
-        return None if found is None else self._act(found, pids)
+        return None if found is None else self._act(found, {rank: pids[index] for rank, index in self._indices.items()})
 
-    def _look_at(self, rank: int, pid: int) -> tuple[ProcessState, Reading | None]:
-        seen = self._seen.setdefault(rank, _Seen(changed=self.clock, beat_at=self.clock))
+    def _look_at(self, index: int, pid: int, beat: dict[str, Any]) -> tuple[ProcessState, Reading]:
+        seen = self._seen.setdefault(index, _Seen(changed=self.clock, beat_at=self.clock))
         state = read_state(pid)
-        beat = self.board.read(rank)
-        if beat is None:
-            return state, None
         if beat["beat"] != seen.beat:
             seen.beat, seen.beat_at = beat["beat"], self.clock
         now = (beat["counters"], beat["phase"], beat["step"])
@@ -107,7 +106,7 @@ class Watcher:
         if found.is_final:
             return Failure(
                 code=words.code,
-                rank=found.rank,
+                rank=self._indices[found.rank],
                 at=time.monotonic(),
                 what=words.what.removeprefix(f"rank {found.rank} of {self.num_ranks} "),
                 details=details,
@@ -137,21 +136,23 @@ class Watcher:
         """
         if not (failure.is_echo or failure.is_sudden):
             return failure
-        beats = {rank: beat for rank in range(self.num_ranks) if (beat := self.board.read(rank)) is not None}
-        readings = {rank: Reading.parse(beat, age=0.0, still=0.0) for rank, beat in beats.items()}
+        beats = {index: beat for index in range(self.board.size) if (beat := self.board.read(index)) is not None}
+        self._indices = {beat["rank"]: index for index, beat in beats.items()}
+        readings = {beat["rank"]: Reading.parse(beat, age=0.0, still=0.0) for beat in beats.values()}
         if found := find_mismatch(readings):
             words = self._words(found)
             stack = self._left_stack(found.rank)
             return Failure(
                 code=words.code,
-                rank=found.rank,
+                rank=self._indices[found.rank],
                 at=failure.at,
                 what=words.what.removeprefix(f"rank {found.rank} of {self.num_ranks} "),
                 details=stack,
                 is_sudden=True,
                 fix=words.fix,
             )
-        call = call_of_waiting(readings, failure.rank)
+        ranks = {index: rank for rank, index in self._indices.items()}
+        call = call_of_waiting(readings, ranks.get(failure.rank, failure.rank))
         return replace(failure, what=f"{failure.what}, while others were in {call}") if call else failure
 
     def _left_stack(self, rank: int) -> str:
@@ -163,4 +164,4 @@ class Watcher:
         return f"  stack of rank {rank}:{stack}" if stack else ""
 
     def _stack_path(self, rank: int) -> Path:
-        return stack_path(self.directory, rank)
+        return stack_path(self.directory, self._indices[rank])
