@@ -281,7 +281,8 @@ class Generation:
             error = error_from(report["error"])
         else:
             rank = f"rank {cause.rank} of {self.world_size} (host {host.name})"
-            text = f"{rank} {cause.what}" if cause.is_sudden else f"{rank} failed: {cause.what}\n{cause.details}"
+            details = f"\n{cause.details}" if cause.details else ""
+            text = f"{rank} {cause.what}{details}" if cause.is_sudden else f"{rank} failed: {cause.what}{details}"
             error = RunFailed(cause.what if cause.code == "N057" else text, fix=cause.fix, code=cause.code)
             error.may_pass = cause.may_pass
         if isinstance(error, RunFailed):
