@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from shoal.errors import ShoalError as ShoalError
     from shoal.numerics.ops.attention import AttentionRule as AttentionRule
     from shoal.numerics.optim.adamw import AdamW as AdamW
+    from shoal.numerics.optim.layerwise import LAMB as LAMB
+    from shoal.numerics.optim.layerwise import LARS as LARS
     from shoal.numerics.optim.lion import Lion as Lion
+    from shoal.numerics.optim.muon import Muon as Muon
     from shoal.parallel.context.attention import Attention as Attention
     from shoal.parallel.context.attention import DocumentMask as DocumentMask
     from shoal.parallel.data.local_sgd import OuterOptimizer as OuterOptimizer
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from shoal.parallel.tensor import RowParallelLinear as RowParallelLinear
     from shoal.planner.answer import plan as plan
     from shoal.train.ema import EMA as EMA
+    from shoal.train.optim.build import muon_groups as muon_groups
     from shoal.train.run import Run as Run
     from shoal.train.trace.find_blocks import trace_blocks as trace_blocks
     from shoal.verification.api import verify as verify
@@ -50,8 +54,12 @@ _HOMES = {
     "DocumentMask": "shoal.parallel.context.attention",
     "EMA": "shoal.train.ema",
     "Experts": "shoal.parallel.expert.experts",
+    "LAMB": "shoal.numerics.optim.layerwise",
+    "LARS": "shoal.numerics.optim.layerwise",
     "Layout": "shoal.blueprint.layout",
     "Lion": "shoal.numerics.optim.lion",
+    "Muon": "shoal.numerics.optim.muon",
+    "muon_groups": "shoal.train.optim.build",
     "plan": "shoal.planner.answer",
     "Plan": "shoal.blueprint.plan",
     "Recipe": "shoal.config.recipe",

@@ -172,7 +172,11 @@ def test_a_file_that_is_no_recipe_is_rejected(tmp_path: Path, text: str, code: s
         ("run: {fp8: blockwise}", "R012", "fix: --run.fp8 tensorwise or rowwise"),
         ("optim: {state_dtype: fp16}", "R012", "fix: --optim.state_dtype fp32 or bf16"),
         ("comm: {algorithm: rings}", "R012", "fix: --comm.algorithm ring$"),
-        ("optim: {weight_decay: -1}", "R013", r"L2 penalty \(sgd\) of every parameter with at least two dimensions\.$"),
+        (
+            "optim: {weight_decay: -1}",
+            "R013",
+            r"L2 penalty \(sgd, lars\), of every parameter with at least two dimensions\.$",
+        ),
         ("checkpoint: {keep: 1}", "R013", "at least two, since one may be damaged"),
         ("plan: bf16 compile", "P001", "'compile'(.|\n)*fix: --run.compile true"),
         ("plan: {compile: true}", "P002", "'compile'(.|\n)*fix: --run.compile true"),

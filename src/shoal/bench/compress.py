@@ -21,9 +21,10 @@ from shoal.comm.world import World
 from shoal.config.recipe import Recipe
 from shoal.data.loader import evaluation_batches
 from shoal.numerics.lr_schedule import lr_factor
-from shoal.numerics.optim.build import build_optimizer, set_lr
+from shoal.numerics.optim.build import set_lr
 from shoal.predict.estimate.replica_sync import predict, sync_traffic
 from shoal.train.build_model import build_for_layout
+from shoal.train.optim.build import optimizer_of_run
 from shoal.train.recipe.build_run import build_loader, build_run
 from shoal.train.recipe.preflight import Job
 from shoal.train.recipe.sync_autotune import Estimate, estimate
@@ -108,7 +109,7 @@ def _measure_method(job: Job, world: World, words: str, estimated: Estimate, req
     num_steps = -(-request.steps // every) * every
     run = build_run(_with_short_warmup(recipe, method, num_steps), world, sync_traffic(recipe.plan, words))
     run.prepare(build_for_layout(recipe.model, recipe.run.seed))
-    run.prepare(build_optimizer(run.parameters, recipe.optim, lr=recipe.optim.lr, seed=recipe.run.seed))
+    run.prepare(optimizer_of_run(run, recipe.optim, lr=recipe.optim.lr, seed=recipe.run.seed))
     curve, num_bytes = _train(run, job, num_steps, request.until)
     run.sync_replicas()
     eval_loss = _evaluate(run, job, request.evaluate)

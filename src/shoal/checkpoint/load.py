@@ -165,14 +165,14 @@ def overlap(begin: Shape, shape: Shape, piece: Piece) -> tuple[tuple[slice, ...]
     return tuple(here), tuple(there)
 
 
-def _kinds(manifest: Manifest) -> dict[str, dict[str, torch.dtype]]:
-    """Map parameters to the kinds of their saved states."""
-    found: dict[str, dict[str, torch.dtype]] = {}
+def _kinds(manifest: Manifest) -> dict[str, dict[str, tuple[torch.dtype, Shape]]]:
+    """Map parameters to the kinds of their saved states, with dtype and shape."""
+    found: dict[str, dict[str, tuple[torch.dtype, Shape]]] = {}
     for name, entry in manifest.tensors.items():
         plain = name.removeprefix("replica/0/")
         if plain.startswith("optimizer/"):
             _, kind, parameter = plain.split("/", 2)
-            found.setdefault(parameter, {})[kind] = DTYPES[entry.dtype]
+            found.setdefault(parameter, {})[kind] = DTYPES[entry.dtype], entry.shape
     return found
 
 

@@ -237,6 +237,9 @@ def _check_size(options: Train, ranks: int, recipe: Recipe, model: nn.Module) ->
     """Find a model that does not fit the memory of this machine, or of its GPUs with one rank each."""
     import torch
 
+    from shoal.numerics.optim.groups import moments_of
+    from shoal.train.build_model import describe
+
     if options.overcommit:
         return []
     on_gpu = recipe.launch.device != "cpu" and torch.cuda.is_available() and recipe.plan.offload == "none"
@@ -244,7 +247,8 @@ def _check_size(options: Train, ranks: int, recipe: Recipe, model: nn.Module) ->
     memory = sum(torch.cuda.get_device_properties(n).total_memory for n in devices) if on_gpu else host_memory()
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     frozen = sum(each.numel() for each in model.parameters()) - trained
-    problems = check_memory(recipe, recipe.plan, trained, frozen=frozen, ranks=ranks, memory=memory)
+    moments = moments_of(recipe.optim.name, model, describe(model).blocks)
+    problems = check_memory(recipe, recipe.plan, trained, frozen=frozen, ranks=ranks, memory=memory, moments=moments)
     if not options.dry_run:
         return problems
     for problem in problems:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.collectives import all_gather_plain
+from shoal.comm.heartbeat.heart import heart
 from shoal.comm.rendezvous.authenticated_store import SealedStore
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.rendezvous.handshake import agree
@@ -156,7 +157,7 @@ class World:
         rank must call this."""
         if self.size == 1:
             return self
-        group = self.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        group = self.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout), group_desc="background")
         keep_after_closing(group)
         return replace(self, control_group=group, is_owner=False, board=None)
 
@@ -196,7 +197,10 @@ class World:
 def _board_of(place: Placement, timeout: float) -> Board | None:
     if place.board is None or place.world_size == 1 or not place.board.exists():
         return None
-    return Board(place.board, rank=place.rank, size=place.world_size, timeout=timeout)
+    board = Board(place.board, rank=place.rank, size=place.world_size, timeout=timeout)
+    if (beating := heart()) is not None:
+        beating.exchanges = board
+    return board
 
 
 def _destroy_within(seconds: float, device: torch.device) -> None:
@@ -405,7 +409,7 @@ def _cpu_group(session: Session | None, timeout: timedelta) -> dist.ProcessGroup
     assert world is not None
     group: dist.ProcessGroup = world
     if "cpu:" not in dist.get_backend_config():  # it says `cpu:gloo,cuda:nccl`
-        group = new_group(session, backend="gloo", timeout=timeout)
+        group = new_group(session, backend="gloo", timeout=timeout, group_desc="control")
     return group
 
 

@@ -76,7 +76,7 @@ _INSTEAD = {
     "--optim.clip {1.0}": "max_grad_norm gradient_clip_val clip_grad",
     "--optim.schedule cosine  # or linear, constant": "lr_scheduler_type lr_decay_style",
     "--optim.warmup {100}step": "warmup_steps lr_warmup_iters",
-    "--optim.name adamw  # or sgd, lion": "optimizer",
+    "--optim.name adamw  # or sgd, lion, muon, adafactor, lamb, lars": "optimizer",
     "--optim.betas 0.9 0.95": "adam_beta1",
     "--optim.eps {1e-8}": "adam_epsilon",
     "--run.duration {2}epoch": "epochs num_train_epochs max_epochs num_epochs",

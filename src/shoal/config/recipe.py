@@ -1,55 +1,31 @@
 """The recipe: all settings of a run, as data. A YAML file holds it; the command line can override any key.
 
 Every field is documented below its default. The command line, its help and the JSON schema are derived from here, so a
-setting is defined in this file only.
+setting is defined in one place: here, or for `data:` in data_section.py.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.validation.bounds import MOST_BATCH, MOST_RANKS, MOST_SEQUENCE, check_bounds
+from shoal.blueprint.validation.bounds import MOST_RANKS, check_bounds
+from shoal.config.data_section import DataSection as DataSection
 from shoal.config.duration import Duration
+from shoal.config.fields import (
+    BelowOne,
+    DurationField,
+    Fraction,
+    NotNegative,
+    Number,
+    PlanField,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from shoal.errors import ShoalError, raise_if
-
-
-def _not_bool(value: Any) -> Any:
-    """Reject booleans, which Python accepts as 0 and 1."""
-    if isinstance(value, bool):
-        raise ShoalError(f"it must be a number, got {value}", fix="1", code="R014")
-    return value
-
-
-Number = BeforeValidator(_not_bool)
-PositiveInt = Annotated[int, Number, Field(gt=0)]
-PositiveFloat = Annotated[float, Number, Field(gt=0)]
-NotNegative = Annotated[float, Number, Field(ge=0)]
-Fraction = Annotated[float, Number, Field(ge=0, le=1)]
-BelowOne = Annotated[float, Number, Field(ge=0, lt=1)]
-
-DurationField = Annotated[
-    Duration,
-    BeforeValidator(lambda value: value if isinstance(value, Duration) else Duration.parse(value)),
-    PlainSerializer(str),
-    WithJsonSchema({"type": ["string", "integer"], "examples": ["1000step", "2epoch", "1e9tok", "10min"]}),
-]
-PlanField = Annotated[
-    Plan,
-    BeforeValidator(lambda value: Plan.of(value)),
-    PlainSerializer(str),
-    WithJsonSchema({"type": ["string", "object"], "examples": ["auto", "dp_replicate=2 zero=0 mb=4"]}),
-]
-
-
-class Section(BaseModel):
-    """A section of a recipe: frozen, and without unknown keys."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
-    )
 
 
 class LoraSection(Section):
@@ -101,91 +77,42 @@ class ModelSection(Section):
         return {**preset, **(self.model_extra or {})}
 
 
-class DataSection(Section):
-    """The training data, and how it is cut into samples."""
-
-    source: str = "python"
-    """`python`: the source of Python's own standard library, which every machine has. `synthetic`: generated samples.
-    `hf:NAME`: a Hugging Face dataset. Else a path: a text file or a folder of them, `.jsonl`, token shards (`.bin`,
-    `.npy`, or a folder of those), or a folder with one folder of images per class."""
-
-    format: Literal["auto", "text", "jsonl", "chat", "tokens", "images"] = "auto"
-    """The format of the files at a path. chat: JSONL with conversations or instructions, of which answers alone are
-    trained (docs/finetune.md). auto: by their endings, and JSONL by the keys of its first line."""
-
-    tokenizer: str = "auto"
-    """`bytes`: every byte is a token. Else a Hugging Face `tokenizer.json`, or a folder with one, whose chat template
-    is used (needs the extra `hf`). auto: that of a model `hf:FOLDER`, else bytes."""
-
-    pack: bool = False
-    """Of conversations: True: several share a sample, and none sees another. False: each is padded to `seq_len`."""
-
-    seq_len: Annotated[PositiveInt, Field(le=MOST_SEQUENCE)] = 256
-    """Tokens per sample."""
-
-    global_batch: Annotated[PositiveInt, Field(le=MOST_BATCH)] = 32
-    """Samples per optimizer step, over all ranks and microbatches. It does not change with the number of ranks."""
-
-    mask_documents: bool = False
-    """True: documents packed into one sample do not attend to each other, and none predicts the next one's first
-    token."""
-
-    validation: BelowOne = 0.01
-    """The fraction of the samples that is held out for evaluation."""
-
-    text_field: str = "text"
-    """The key that holds the text in JSONL or in a Hugging Face dataset."""
-
-    token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
-    """The dtype of tokens in a `.bin` file."""
-
-    end_token: Annotated[int, Field(ge=0)] | None = None
-    """The token id that ends a document in token shards; `mask_documents` needs it there. Text uses the tokenizer's."""
-
-    image_size: PositiveInt = 32
-    """Height and width that images are scaled to."""
-
-    synthetic_samples: PositiveInt = 4096
-    """The number of samples of `synthetic`."""
-
-    synthetic_kind: Literal["tokens", "images"] = "tokens"
-    """The kind of samples of `synthetic`."""
-
-    vocabulary: PositiveInt = 256
-    """The number of different tokens of `synthetic`, or of classes of its images."""
-
-    changed: Literal["reject", "accept"] = "reject"
-    """Whether a run resumes when `source` has changed since its checkpoint was saved. The number of samples and a
-    fingerprint of them are compared (docs/concepts/data-order.md). accept: resume on the changed data."""
-
-    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Processes that prepare batches. 0: a thread of the training process. auto: time the first batches, and start
-    processes if one takes more than 10 ms."""
-
-    prefetch: PositiveInt = 2
-    """Batches prepared ahead, per worker."""
-
-
 class OptimSection(Section):
     """The optimizer, its learning rate schedule, gradient clipping and loss scaling."""
 
-    name: Literal["adamw", "sgd", "lion"] = "adamw"
-    """The optimizer. Each updates every element by itself, on every layout."""
+    name: Literal["adamw", "sgd", "lion", "muon", "adafactor", "lamb", "lars"] = "adamw"
+    """The optimizer. adamw, sgd and lion update every element by itself, on every layout. muon, lamb and lars read
+    whole tensors: they need tp=1 and ep=1. adafactor also needs zero=0."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _reject_two_weights(cls, value: Any) -> Any:
+        if isinstance(value, str) and value.replace("_", "").replace("-", "").startswith("schedulefree"):
+            raise ShoalError(
+                f"optim.name {value} evaluates other weights than it trains, which recipes do not know",
+                fix="--optim.name adamw; or schedulefree.AdamWScheduleFree in a script with shoal.Run (docs/run.md)",
+                code="T074",
+            )
+        return value
 
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
 
     weight_decay: NotNegative = 0.1
-    """Decoupled weight decay (adamw, lion) or L2 penalty (sgd) of every parameter with at least two dimensions."""
+    """Decoupled weight decay, or L2 penalty (sgd, lars), of every parameter with at least two dimensions."""
 
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
-    """Decay of the first and second moment (adamw); of the update and of the moment (lion, usually 0.9 and 0.99)."""
+    """Decay of the first and second moment (adamw, lamb, and what muon leaves to adamw); of the update and of the
+    moment (lion, usually 0.9 and 0.99)."""
 
     eps: PositiveFloat = 1e-8
-    """Added to the denominator (adamw)."""
+    """Added to the denominator (adamw, lamb)."""
 
     momentum: Fraction = 0.9
-    """Momentum (sgd)."""
+    """Momentum (sgd, lars, and muon, usually 0.95)."""
+
+    trust: PositiveFloat = 1e-3
+    """The coefficient of the ratio of norms (lars)."""
 
     implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
     """The kernels of the update; the arithmetic is the same. auto: the fastest for this device."""
@@ -235,8 +162,8 @@ class LaunchSection(Section):
 
     timeout: Annotated[float, Number, Field(gt=0, le=1e8)] = 600.0
     """The longest wait in seconds. It applies to a rank that waits for others in a step or a save, or for a batch. It
-    also applies to the launcher that waits for ranks after one has ended, or for a stopped one (SIGSTOP). Set it longer
-    than the slowest save."""
+    also applies to the launcher that waits for ranks after one has ended. Ranks that hang in a step are ended much
+    earlier (docs/faults.md). Set it longer than the slowest save."""
 
     grace_period: PositiveFloat = 30.0
     """Seconds that ranks have to finish their step and to save after Ctrl-C, SIGTERM or SIGUSR1. Then they are

@@ -8,10 +8,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from shoal.blueprint.plan import Plan
@@ -19,8 +17,6 @@ from shoal.data.batch import length
 from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.errors import Problem, ShoalError, nearest
 from shoal.numerics.local_tensor import is_dtensor, is_fsdp
-from shoal.numerics.optim.elementwise import is_elementwise
-from shoal.numerics.optim.lion import Lion
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.train.build_model import describe
 from shoal.train.loss.objective import LabelRule
@@ -159,33 +155,6 @@ def check_compiled(model: nn.Module) -> Iterator[Problem]:
             "M059",
             "this model was given to torch.compile before, as a whole, and its blocks cannot be found in it",
             "give prepare the model itself, and let the run compile its blocks: Run(compile=True)",
-        )
-
-
-def check_rounding(optimizer: Optimizer, weight_dtype: torch.dtype) -> Iterator[Problem]:
-    """Weights in bf16 lose most of what is added to them, unless it is rounded at random."""
-    is_torchs = type(optimizer).__module__.startswith("torch.optim")
-    if weight_dtype == torch.bfloat16 and (is_torchs or isinstance(optimizer, Lion)):
-        owner = "torch" if is_torchs else "shoal"
-        yield Problem(
-            "T003",
-            f"{owner}'s {type(optimizer).__name__} rounds weights in bf16 to the nearest, and most updates are lost",
-            "shoal.AdamW(model.parameters(), lr=...), which rounds at random; or param_dtype='fp32'",
-        )
-
-
-def check_whole(optimizer: Optimizer, plan: Plan) -> Iterator[Problem]:
-    """An optimizer that reads whole tensors, under a plan that cuts them."""
-    layout = plan.layout
-    cuts = [f"{axis}={layout.degree(axis)}" for axis in ("tp", "ep") if layout.degree(axis) > 1]
-    if plan.is_sharded:
-        cuts.insert(0, f"zero={plan.zero or 3}")
-    if cuts and not is_elementwise(optimizer):
-        yield Problem(
-            "T051",
-            f"{type(optimizer).__name__} reads whole tensors, and {cuts[0]} leaves each rank a piece of them",
-            "zero=0 tp=1 ep=1 in the plan (dp_replicate, pp and cp leave them whole); or shoal.AdamW, shoal.Lion or"
-            " torch.optim.SGD",
         )
 
 

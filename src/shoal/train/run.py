@@ -32,6 +32,7 @@ from shoal.train.checks import check_options, reject_several, reject_unprepared
 from shoal.train.ema import EMA
 from shoal.train.evaluate import evaluate
 from shoal.train.loss.objective import CrossEntropy, LossFunction, Objective, objective_of
+from shoal.train.optim.evaluation_weights import evaluation_weights
 from shoal.train.replica_check import ReplicaCheck
 from shoal.train.run_checkpoint import load_run, save_run, wait_for
 from shoal.train.run_prepare import prepare
@@ -156,7 +157,7 @@ class Run(RunState):
         ranks get an empty dict.
         """
         self.check_last_step()
-        with self.composed.shared_weights():
+        with self.composed.shared_weights(), evaluation_weights(self):
             self.composed.before_evaluation()
             found = {**dict(self.composed.full_tensors("weight")), **self.composed.biases()}
             found |= self.composed.running_statistics()
@@ -181,7 +182,8 @@ class Run(RunState):
         keep       how many of the newest steps stay; None: all of them, and two under wait=False
         extra      values of the main rank that `load` puts into `run.extra`: anything that JSON can hold
         """
-        save_run(self, directory, wait=wait, keep=keep, extra=extra)
+        with evaluation_weights(self):
+            save_run(self, directory, wait=wait, keep=keep, extra=extra)
 
     def wait_for_save(self, directory: str | Path) -> None:
         """Wait until a save with `wait=False` is on the disk; raise if it failed."""
@@ -215,7 +217,7 @@ class Run(RunState):
         """
         use_device(self.device)
         self.check_last_step()
-        with self.composed.shared_weights():
+        with self.composed.shared_weights(), evaluation_weights(self):
             return evaluate(self, batches, stop)
 
     def sync_replicas(self) -> None:

@@ -18,6 +18,7 @@ from shoal.checkpoint.storage.store import Store, find
 from shoal.comm.all_or_none import on_main
 from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.errors import Problem, RunFailed, ShoalError, raise_if
+from shoal.train.optim.evaluation_weights import restore_numbers, saved_numbers
 from shoal.train.run_state import RunState
 from shoal.train.schedulers import (
     restore_schedulers,
@@ -54,6 +55,7 @@ def state_of(run: RunState) -> dict[str, Any]:
         "num_calls": run.optimizer.param_groups[0].get("num_calls", 0),
         "loaders": [{"position": loader.position, **loader.kind} for loader in run.loaders],
         **saved_schedulers(run.schedulers, run.optimizer),
+        **saved_numbers(run.optimizer),
         **_local_sgd(run),
         **adapter_state(run.composed, run.world),
         **({"ema": run.ema.num_updates} if run.ema is not None else {}),
@@ -205,6 +207,7 @@ def restore(run: RunState, manifest: Manifest) -> None:
         for group, known in zip(run.optimizer.param_groups, rates, strict=True):
             set_numbers(group, {name: known[name] for name in LR if name in known})
     restore_schedulers(run.schedulers, run.optimizer, state)
+    restore_numbers(run.optimizer, state)
     run.saved_loaders = list(state.get("loaders", []))
     for loader, known in zip(run.loaders, run.saved_loaders, strict=False):  # others may be prepared later
         loader.position = tuple(known["position"])

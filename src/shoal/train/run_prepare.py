@@ -24,8 +24,9 @@ from shoal.parallel.compose import compose
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.parallel.pipeline.skeleton import Call
 from shoal.train.build_model import adapt, adapter_of, describe
-from shoal.train.checks import check_compiled, check_rounding, check_second, check_whole, check_wrapped, rule_under
+from shoal.train.checks import check_compiled, check_second, check_wrapped, rule_under
 from shoal.train.loss.objective import CrossEntropy, LabelRule, MeanOf, call_of
+from shoal.train.optim.checks import check_rounding, check_whole
 from shoal.train.rebind_optimizer import rebind_optimizer
 from shoal.train.run_checkpoint import loader_changes
 from shoal.train.run_state import RunState

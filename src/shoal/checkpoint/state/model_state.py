@@ -93,19 +93,30 @@ def local_shards(holder: Holder) -> Iterator[LocalShard]:
             yield from _boxes(composed, name, f"ema/{known}", holder.averages[name], is_needed=False)
         for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
             if isinstance(state, Tensor) and state.dim():
-                own = to_local(state)
-                if own.shape != value.shape:
-                    raise ShoalError(
-                        f"{type(holder.optimizer).__name__} must keep {kind} of {name} in the parameter's shape"
-                        f" {list(value.shape)}, got {list(own.shape)}",
-                        fix="torch.optim.AdamW or torch.optim.SGD, whose states have the shape of their parameters",
-                        code="C013",
-                    )
-                if local_sgd is None:
-                    yield from _boxes(composed, name, f"optimizer/{kind}/{known}", own)
+                own, path = to_local(state), f"optimizer/{kind}/{known}"
+                if local_sgd is None and own.shape == value.shape:
+                    yield from _boxes(composed, name, path, own)
+                elif own.shape != value.shape:
+                    yield _other_shape(holder, name, path, own)
     is_first = all(not place for axis, place in composed.mesh.coordinate.items() if axis != "pp")
     for name, buffer in _buffers(composed):
         yield LocalShard(f"model/{name}", tuple(buffer.shape), (0,) * buffer.dim(), buffer, is_first, is_needed=False)
+
+
+def _other_shape(holder: Holder, name: str, path: str, state: Tensor) -> LocalShard:
+    """A state that does not have its parameter's shape, such as Adafactor's of rows and columns. It is whole where the
+    parameter is, and no layout can cut it."""
+    composed = holder.composed
+    shape = composed.shapes[name]
+    if to_local(composed.named[name]).shape != shape or composed.local_sgd is not None:
+        _, kind, _ = path.split("/", 2)
+        raise ShoalError(
+            f"{type(holder.optimizer).__name__} must keep {kind} of {name} in the parameter's shape {list(shape)}, got"
+            f" {list(state.shape)}",
+            fix="torch.optim.AdamW or torch.optim.SGD, whose states have the shape of their parameters",
+            code="C013",
+        )
+    return LocalShard(path, tuple(state.shape), (0,) * state.dim(), state, composed.is_owner(name))
 
 
 def _boxes(
@@ -145,18 +156,25 @@ def scalars_of(holder: Holder) -> dict[str, dict[str, float]]:
     return found
 
 
-def make_states(holder: Holder, kinds: dict[str, dict[str, torch.dtype]], scalars: dict[str, Any]) -> None:
+def make_states(
+    holder: Holder, kinds: dict[str, dict[str, tuple[torch.dtype, Shape]]], scalars: dict[str, Any]
+) -> None:
     """Create optimizer states, for each parameter of this rank, of the kinds that a checkpoint has."""
-    optimizer = holder.optimizer
-    firsts = {second: first for first, second in holder.composed.tied}
+    optimizer, composed = holder.optimizer, holder.composed
+    firsts = {second: first for first, second in composed.tied}
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    for name, of_model in holder.composed.named.items():
+    for name, of_model in composed.named.items():
         known, parameter = firsts.get(name, name), holder.updated(of_model)
         if parameter not in groups or (known not in kinds and known not in scalars):
             continue
         state = optimizer.state[parameter]
-        for kind, dtype in kinds.get(known, {}).items():
-            state[kind] = torch.zeros_like(parameter, dtype=dtype)
+        for kind, (dtype, shape) in kinds.get(known, {}).items():
+            is_alike = shape == composed.shapes[name]
+            state[kind] = (
+                torch.zeros_like(parameter, dtype=dtype)
+                if is_alike
+                else torch.zeros(shape, dtype=dtype, device=to_local(parameter).device)
+            )
         for kind, number in scalars.get(known, {}).items():
             is_counter = kind == "step" or parameter.dim()
             dtype = torch.float32 if is_counter else parameter.dtype

@@ -46,6 +46,7 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("data wait", f"{summary['data_wait_fraction']:.1%} of the time, measured"),
         *_gradient_sync(summary),
+        *_straggler(summary),
         ("memory, measured", f"{summary['memory_gib_max']:.2f} GiB peak, largest over ranks"),
         (
             "time, measured",
@@ -75,6 +76,16 @@ def _to_resume(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if not summary["was_stopped"] or summary.get("saved_step") != summary["steps"]:
         return []
     return [("to resume", f"give the same command; it starts at step {summary['steps']:,}")]
+
+
+def _straggler(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """A row about the rank for which the others wait, if there is one."""
+    found = summary.get("straggler")
+    if not found or found["cost_fraction"] < 0.01:
+        return []
+    last, late = f"{found['last_fraction']:.0%}", f"{found['late_seconds'] * 1e3:.1f} ms"
+    text = f"rank {found['rank']}: last in {last} of collectives, {late} late (median)"
+    return [("slowest, measured", f"{text}; costs {found['cost_fraction']:.0%} of the time")]
 
 
 def _gradient_sync(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -25,20 +25,29 @@ class States(NamedTuple):
     optimizer: int
 
 
-def bytes_of_states(recipe: Recipe, plan: Plan, trained: int, *, frozen: int = 0, ranks: int) -> States:
-    """Bytes of parameters, gradients and optimizer state on this many ranks of a resolved plan, together."""
+def bytes_of_states(
+    recipe: Recipe, plan: Plan, trained: int, *, frozen: int = 0, ranks: int, moments: float | None = None
+) -> States:
+    """Bytes of parameters, gradients and optimizer state on this many ranks of a resolved plan, together. `moments`: as
+    in `optimizer_bytes`."""
     layout, optim = plan.layout, recipe.optim
     copies = layout.dp_replicate * (1 if plan.zero else layout.dp_shard * layout.cp)
     weight = 8 if plan.precision == "fp64" else 2 if optim.param_dtype == "bf16" else 4
-    of_one_copy = ((trained + frozen) * weight, trained * weight, trained * optimizer_bytes(recipe, weight))
+    optimizer = round(trained * optimizer_bytes(recipe, weight, moments))
+    of_one_copy = ((trained + frozen) * weight, trained * weight, optimizer)
     return States(*(size * copies * ranks // layout.world_size for size in of_one_copy))
 
 
-def optimizer_bytes(recipe: Recipe, weight: int = 4) -> int:
-    """Bytes of the optimizer, and of a moving average, for each trained parameter of `weight` bytes."""
+def optimizer_bytes(recipe: Recipe, weight: int = 4, moments: float | None = None) -> float:
+    """Bytes of the optimizer, and of a moving average, for each trained parameter of `weight` bytes.
+
+    `moments`: numbers that the optimizer keeps for a parameter. None: the fewest that it may keep; those of muon and
+    adafactor depend on the shapes of the model.
+    """
+    fewest = {"adamw": 2, "lamb": 2, "lion": 1, "lars": 1, "muon": 1, "sgd": int(bool(recipe.optim.momentum))}
     moment = 2 if recipe.optim.state_dtype == "bf16" else max(4, weight)
-    moments = {"adamw": 2, "lion": 1, "sgd": int(bool(recipe.optim.momentum))}
-    return moment * moments[recipe.optim.name] + (0 if recipe.run.ema is None else max(4, weight))
+    number = fewest.get(recipe.optim.name, 0) if moments is None else moments
+    return moment * number + (0 if recipe.run.ema is None else max(4, weight))
 
 
 def host_memory() -> int:
@@ -57,10 +66,10 @@ def has_no_accelerator() -> bool:
 
 
 def check_memory(
-    recipe: Recipe, plan: Plan, trained: int, *, frozen: int = 0, ranks: int, memory: int
+    recipe: Recipe, plan: Plan, trained: int, *, frozen: int = 0, ranks: int, memory: int, moments: float | None = None
 ) -> list[Problem]:
     """The problem, if the state of `ranks` ranks does not fit into `memory` bytes. 0: the memory is unknown."""
-    states = bytes_of_states(recipe, plan, trained, frozen=frozen, ranks=ranks)
+    states = bytes_of_states(recipe, plan, trained, frozen=frozen, ranks=ranks, moments=moments)
     needed = sum(states)
     if not memory or needed <= memory:
         return []
@@ -71,14 +80,18 @@ def check_memory(
         f" {parameters:.1f}, gradients {gradients:.1f}, optimizer state {optimizer:.1f}), but there are"
         f" {memory / GIB:.1f} GiB of memory"
     )
-    return [Problem("Q012", what, _fix(recipe, plan, trained, frozen=frozen, ranks=ranks, memory=memory))]
+    return [
+        Problem("Q012", what, _fix(recipe, plan, trained, frozen=frozen, ranks=ranks, memory=memory, moments=moments))
+    ]
 
 
-def _fix(recipe: Recipe, plan: Plan, trained: int, *, frozen: int, ranks: int, memory: int) -> str:
+def _fix(
+    recipe: Recipe, plan: Plan, trained: int, *, frozen: int, ranks: int, memory: int, moments: float | None
+) -> str:
     """Settings that would fit; a smaller model, if there is none."""
     bf16_moments = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"state_dtype": "bf16"})})
     tried = []
-    if not plan.zero and plan.layout.dp_replicate > 1:
+    if not plan.zero and plan.layout.dp_replicate > 1 and recipe.optim.name != "adafactor":
         sharded = Plan(zero=3, tp=plan.tp, pp=plan.pp, cp=plan.cp, mb=plan.mb).resolve(plan.layout.world_size)
         tried.append(("--plan.zero 3", recipe, sharded))
     if recipe.optim.name == "adamw" and recipe.optim.state_dtype == "fp32":
@@ -86,7 +99,7 @@ def _fix(recipe: Recipe, plan: Plan, trained: int, *, frozen: int, ranks: int, m
     fitting = [
         flag
         for flag, other, its_plan in tried
-        if sum(bytes_of_states(other, its_plan, trained, frozen=frozen, ranks=ranks)) <= memory
+        if sum(bytes_of_states(other, its_plan, trained, frozen=frozen, ranks=ranks, moments=moments)) <= memory
     ]
     smaller = "a smaller --model.preset, or a machine with more memory"
     return f"{', or '.join(fitting) or smaller}; --overcommit starts the run anyway, --dry-run shows its layout"

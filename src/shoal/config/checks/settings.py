@@ -1,8 +1,9 @@
 """Every problem of a recipe's settings that neither the model nor the data is needed for.
 
 Each area has one function here or below: the plan and the batch in `shoal.blueprint.validation`, `comm:` in
-`no_effect`, durations and packages in files of their own, `optim:` and fp8 in this file. Nothing here needs torch, so
-a mistyped key is reported in a fraction of a second. `shoal.train.recipe.preflight` adds the model and the data.
+`no_effect`, durations, packages and optimizers in files of their own, the rest of `optim:` and fp8 in this file.
+Nothing here needs torch, so a mistyped key is reported in a fraction of a second. `shoal.train.recipe.preflight` adds
+the model and the data.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from shoal.blueprint.validation.bf16_weights import check_bf16_weights
 from shoal.blueprint.validation.check import check_ranks
 from shoal.config.checks.durations import check_durations
 from shoal.config.checks.no_effect import no_effect
+from shoal.config.checks.optimizers import check_whole_tensors
 from shoal.config.checks.packages import check_packages
 from shoal.config.recipe import Recipe, RunSection
 from shoal.errors import Problem
@@ -37,6 +39,7 @@ def check_settings(
         *(() if tries_other_syncs else check_comm(recipe, world_size)),
         *check_fragments_of(recipe),
         *check_optimizer(recipe),
+        *check_whole_tensors(recipe, recipe.plan.fill(world_size).with_layout()),
         *check_fp8(recipe),
         *check_packages(recipe),
         *check_durations(recipe),

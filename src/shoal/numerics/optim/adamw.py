@@ -61,14 +61,14 @@ class AdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. A closure is rejected."""
-        if closure is not None:
-            raise ShoalError(
-                "shoal.AdamW takes no closure", fix="loss = closure(), and then optimizer.step()", code="T037"
-            )
+        reject_closure(self, closure)
+        self._step_groups(self.param_groups)
+
+    def _step_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         divisor, dropped = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         first = self.param_groups[0]
         first["num_calls"] = first.get("num_calls", 0) + 1  # seeds new rounding noise for each call
-        for group in self.param_groups:
+        for group in groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             steps = [self._state(parameter, group)["step"] for parameter in trained]
             if steps:
@@ -95,6 +95,8 @@ class AdamW(Optimizer):
                 if parameter not in self.state:
                     continue
                 state, saved = self.state[parameter], state_dict["state"][number]
+                if "step" not in state:  # a matrix of Muon
+                    continue
                 state["step"] = state["step"].to(to_local(parameter).device, torch.float32, copy=True)
                 for name in ("exp_avg", "exp_avg_sq"):  # in the memory layout of the weights, too
                     state[name] = torch.empty_like(parameter, dtype=_dtype_for(parameter, group)).copy_(saved[name])
@@ -135,6 +137,16 @@ class AdamW(Optimizer):
             update_in_one_pass(weight, gradient, first, second, update)
         else:
             update_plainly(weight, gradient, first, second, update)
+
+
+def reject_closure(optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
+    """Reject a closure, which would compute the loss again."""
+    if closure is not None:
+        raise ShoalError(
+            f"shoal.{type(optimizer).__name__} takes no closure",
+            fix="loss = closure(), and then optimizer.step()",
+            code="T037",
+        )
 
 
 @contextmanager

@@ -1,27 +1,39 @@
 """Build the optimizer of a recipe, and step it without a wait of the host for the device.
 
-The optimizer is torch's, or shoal's AdamW where that is faster."""
+The optimizer is torch's, or shoal's where torch has none, where torch's reads whole tensors, or where it is slower."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adafactor, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from shoal.config.recipe import OptimSection
 from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import is_dtensor
 from shoal.numerics.optim.adamw import AdamW as OwnAdamW
+from shoal.numerics.optim.groups import decay_groups, muon_groups
+from shoal.numerics.optim.layerwise import LAMB, LARS
 from shoal.numerics.optim.lion import Lion
+from shoal.numerics.optim.muon import Muon
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], section: OptimSection, *, lr: float, seed: int = 0, offload: str = "none"
+    parameters: Iterable[nn.Parameter],
+    section: OptimSection,
+    *,
+    lr: float,
+    seed: int = 0,
+    offload: str = "none",
+    matrices: Collection[nn.Parameter] = (),
 ) -> Optimizer:
-    """Build the optimizer over two groups: weight decay for matrices, none for norms, biases and other vectors."""
+    """Build the optimizer, with weight decay for matrices, and none for norms, biases and other vectors.
+
+    `matrices`: the parameters that Muon orthogonalizes; AdamW updates the others.
+    """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         raise ShoalError(
@@ -29,26 +41,33 @@ def build_optimizer(
             fix="requires_grad_(True)",
             code="M052",
         )
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    filled = [group for group in groups if group["params"]]
-    fused, foreach = _implementation(section.implementation, trained)
-    if section.name == "adamw" and _is_own(section, trained, offload):
-        return OwnAdamW(filled, lr=lr, betas=section.betas, eps=section.eps, state_dtype=section.state_dtype, seed=seed)
-    if section.name == "adamw":
-        return AdamW(filled, lr=lr, betas=section.betas, eps=section.eps, fused=fused, foreach=foreach)
+    groups, betas, eps = decay_groups(trained, section.weight_decay), section.betas, section.eps
+    if section.name == "muon":
+        groups = muon_groups(trained, matrices, section.weight_decay)
+        return Muon(groups, lr=lr, momentum=section.momentum, betas=betas, eps=eps)
     if section.name == "lion":
-        return Lion(filled, lr=lr, betas=section.betas)
-    return SGD(filled, lr=lr, momentum=section.momentum, fused=fused, foreach=foreach)
+        return Lion(groups, lr=lr, betas=betas)
+    if section.name == "adafactor":
+        return Adafactor(groups, lr=lr)
+    if section.name in ("lamb", "lars"):
+        groups = [{**group, "adapts": group["params"][0].ndim >= 2} for group in groups]
+    if section.name == "lamb":
+        return LAMB(groups, lr=lr, betas=betas, eps=eps)
+    if section.name == "lars":
+        return LARS(groups, lr=lr, momentum=section.momentum, trust=section.trust)
+    if section.name == "adamw" and _is_own(section, trained, offload):
+        return OwnAdamW(groups, lr=lr, betas=betas, eps=eps, state_dtype=section.state_dtype, seed=seed)
+    fused, foreach = _implementation(section.implementation, trained)
+    if section.name == "adamw":
+        return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused, foreach=foreach)
+    return SGD(groups, lr=lr, momentum=section.momentum, fused=fused, foreach=foreach)
 
 
 def memory_of_squares(optimizer: Optimizer) -> float | None:
     """Return the decay of the squared gradients that an optimizer divides by; None: it divides by none, as far as is
     known."""
     group = optimizer.param_groups[0]
-    if isinstance(optimizer, Adam | AdamW | NAdam | OwnAdamW):
+    if isinstance(optimizer, Adam | AdamW | NAdam | OwnAdamW) and not isinstance(optimizer, Muon):
         return float(group["betas"][1])
     return float(group["alpha"]) if isinstance(optimizer, RMSprop) else None
 

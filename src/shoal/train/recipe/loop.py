@@ -15,14 +15,16 @@ from rich.console import Console
 from torch.distributed import Store
 
 from shoal.blueprint.layout_drawing import draw_layout
+from shoal.comm.heartbeat.heart import begin_step, phase
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.data.loader import Loader, evaluation_batches
 from shoal.numerics.lr_schedule import lr_factor, scaled_lr
-from shoal.numerics.optim.build import build_optimizer, set_lr
+from shoal.numerics.optim.build import set_lr
 from shoal.numerics.precision import slow_here
 from shoal.observe.progress import ProgressLine, Quiet, progress_line
 from shoal.train.build_model import build_for_layout, describe
+from shoal.train.optim.build import optimizer_of_run
 from shoal.train.recipe.build_run import build_loader, build_run
 from shoal.train.recipe.fault_injection import inject_faults
 from shoal.train.recipe.preflight import Job, first_call, reject_unlike_data, steps_of, units
@@ -69,7 +71,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         run.prepare(model)
         optim = recipe.optim
         lr = scaled_lr(optim.lr, batch=recipe.data.global_batch, tuned_for_batch=optim.scale_lr_from_batch)
-        run.prepare(build_optimizer(run.parameters, optim, lr=lr, seed=recipe.run.seed, offload=run.plan.offload))
+        run.prepare(optimizer_of_run(run, optim, lr=lr, seed=recipe.run.seed))
         inject_faults(run, invocation.generation)
         storage = _storage(run, job, invocation, line)
         step_metrics = StepMetrics(
@@ -87,7 +89,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         line.note(_headline(run, job, lr, choices, storage))
         loader = build_loader(job, run, workers=recipe.data.workers)
         try:
-            with stop_on_signals(line) as stop_request:
+            with stop_on_signals(line) as stop_request, phase("data"):
                 was_stopped = _train_and_evaluate(run, job, loader, step_metrics, line, stop_request, storage)
         finally:
             loader.close()
@@ -135,10 +137,12 @@ def _train_and_evaluate(
     step_metrics.flush()
     if not was_stopped:
         run.sync_replicas()
-    storage.begin_last_save()  # before the evaluation, which may take long and may fail
+    with phase("save"):
+        storage.begin_last_save()  # before the evaluation, which may take long and may fail
     if not was_stopped:  # after a signal, the user does not wait for an evaluation
         was_stopped = not _evaluate(run, job, step_metrics, line, stop_request)
-    storage.finish()
+    with phase("save"):
+        storage.finish()
     return was_stopped
 
 
@@ -176,7 +180,7 @@ def _steps(
     for batch in run.batches(loader):
         done = (run.steps_done + 1) / num_steps if num_steps else min(elapsed / seconds, 1.0)
         set_lr(run.optimizer, _lr_factor(job, run.steps_done + 1, done))
-        with _noting_step(run.steps_done + 1):
+        with _noting_step(run.steps_done + 1), begin_step(run.steps_done + 1, compiles=bool(settings.compile)):
             run.step(batch)
         stop_request.is_first_step = False
         step_metrics.record_step(loader, line, done)
@@ -188,7 +192,8 @@ def _steps(
         if stopped_evaluating():
             return True
         stop_request.acknowledge()
-        storage.after_step(is_due=bool(run.agreed.get("save", 0.0)))
+        with phase("save"):
+            storage.after_step(is_due=bool(run.agreed.get("save", 0.0)))
         clock = _clock_of_main(start, storage) if run.world.is_main else _NO_CLOCK
         run.signals = {"stop": float(bool(stop_request)), **clock}
     raise AssertionError("a Loader never ends")
@@ -231,7 +236,7 @@ def _evaluate(run: Run, job: Job, step_metrics: StepMetrics, line: ProgressLine,
             line.evaluating(number * size, total)
             yield batch
 
-    with nullcontext() if run.ema is None else run.ema.applied():
+    with phase("evaluation"), nullcontext() if run.ema is None else run.ema.applied():
         loss = run.evaluate(shown(), stop=lambda: bool(stop_request))
     if loss is None:
         line.say("stopping without the rest of the evaluation; press Ctrl-C again to end at once")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from shoal.config.checks.memory import optimizer_bytes
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
-from shoal.train.build_model import build_model, without_memory
+from shoal.numerics.optim.groups import moments_of
+from shoal.train.build_model import build_model, describe, without_memory
 from shoal.train.recipe.auto_plan import cluster_for, task_of, workload_for
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def _predicted(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
     workload = workload_for(recipe, model)
     cluster = cluster_for(recipe.launch.device)
     task = task_of(recipe, workload, replace(cluster, per_node=recipe.plan.layout.world_size, nodes=1))
-    profile = replace(task.profile, moments=optimizer_bytes(recipe))
+    moments = moments_of(recipe.optim.name, model, describe(model).blocks)
+    profile = replace(task.profile, moments=optimizer_bytes(recipe, moments=moments))
     found = replace(task, profile=profile).memory(recipe.plan)
     by_cause = {cause: round(size) for cause, size in asdict(found).items() if cause != "stage" and size >= 1}
     flops = workload.flops_per_token(task.sequence) * task.sequence * task.global_batch

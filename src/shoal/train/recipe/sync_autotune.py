@@ -19,9 +19,9 @@ from shoal.comm.world import World
 from shoal.config.checks.no_effect import without_no_effect
 from shoal.config.recipe import Recipe
 from shoal.numerics.local_tensor import to_local
-from shoal.numerics.optim.build import build_optimizer
 from shoal.predict.estimate.replica_sync import WAYS, Link, ReplicaShape, Step, choose, sync_traffic
 from shoal.train.build_model import build_for_layout
+from shoal.train.optim.build import optimizer_of_run
 from shoal.train.recipe.build_run import build_loader, build_run
 from shoal.train.recipe.preflight import Job
 from shoal.train.run import Run
@@ -119,7 +119,7 @@ def _replica(job: Job, trial: Run) -> tuple[float, list[tuple[int, ...]], int]:
     """Seconds of a step on the slowest rank; the shapes of this rank's parameters; and the bytes of an element."""
     recipe = job.recipe
     trial.prepare(build_for_layout(recipe.model, recipe.run.seed))
-    trial.prepare(build_optimizer(trial.parameters, recipe.optim, lr=recipe.optim.lr))
+    trial.prepare(optimizer_of_run(trial, recipe.optim, lr=recipe.optim.lr))
     loader = build_loader(job, trial, workers=0)
     seconds = []
     try:
