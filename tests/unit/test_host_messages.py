@@ -139,6 +139,16 @@ def test_an_agent_joins_through_a_crowd_of_strangers(door: tuple[Members, list[s
         assert event[1]["say"] == "lost"
 
 
+def test_lines_of_other_hosts_begin_with_their_name(
+    door: tuple[Members, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    coordinator, _ = door
+    for member in coordinator.members:
+        coordinator._show(member, 2, "half of ")
+        coordinator._show(member, 2, "a line\nand")
+    assert capsys.readouterr().err == "half of a line\nand[b] half of a line\n"
+
+
 def test_who_proves_nothing_in_time_is_sent_away(
     door: tuple[Members, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

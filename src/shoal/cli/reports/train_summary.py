@@ -6,12 +6,11 @@ import json
 from typing import Any, TextIO
 
 from shoal.blueprint.plan import Plan
+from shoal.observe.jsonable import jsonable
 
 
 def show_summary(summary: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
     """Print the summary of a run as a table, or as one JSON object."""
-    from shoal.observe.metrics import jsonable
-
     if as_json:
         print(json.dumps(jsonable(summary)), file=out)
         return

@@ -146,7 +146,7 @@ class Coordinator:
             self.members.turn()
             self._check_commands(missing)
             waited = time.monotonic() - began
-            if waited > SECONDS_TO_NOTE and not is_noted:
+            if (waited > SECONDS_TO_NOTE or self.ssh == NOBODY) and not is_noted:
                 is_noted = True
                 self.members.say(self._waiting_for(missing))
             if waited > self.timeout:
