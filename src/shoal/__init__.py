@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shoal.parallel.expert.router import Router as Router
     from shoal.parallel.lora.apply import lora as lora
     from shoal.parallel.lora.apply import merge_lora as merge_lora
+    from shoal.parallel.lora.quantize import quantize_base as quantize_base
     from shoal.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
     from shoal.parallel.tensor import RowParallelLinear as RowParallelLinear
     from shoal.planner.answer import plan as plan
@@ -73,6 +74,7 @@ _HOMES = {
     "load_adapter": "shoal.checkpoint.formats.adapter",
     "lora": "shoal.parallel.lora.apply",
     "merge_lora": "shoal.parallel.lora.apply",
+    "quantize_base": "shoal.parallel.lora.quantize",
     "trace_blocks": "shoal.train.trace.find_blocks",
     "verify": "shoal.verification.api",
 }

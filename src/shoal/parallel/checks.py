@@ -72,7 +72,7 @@ def check_model(
         *_unused_with_shards(plan, finds_unused=sync.find_unused_parameters),
         *_no_layer_for_fp8(model, plan, description, compute.fp8_min_features),
         *(_not_fused(model, plan, description) if compute.fused_loss else ()),
-        *check_adapters(model, plan, description),
+        *check_adapters(model, plan, description, compiles=bool(compute.compile)),
     ]
 
 

@@ -19,6 +19,7 @@ from shoal.numerics.checksum import MULTIPLIER
 from shoal.numerics.init import key
 from shoal.numerics.local_tensor import to_local
 from shoal.parallel.lora.layers import A, adapted_layers, is_adapter
+from shoal.parallel.lora.quantize import quantized_layers
 
 if TYPE_CHECKING:
     from shoal.parallel.parallel_model import ParallelModel  # it loads torch's sharding, which a start need not
@@ -70,6 +71,8 @@ def fingerprint(composed: ParallelModel, world: World) -> str:
     for name in (name for name in composed.base if composed.is_owner(name)):
         for begin, piece in composed.boxes_of(name, to_local(composed.named[name])):
             total += _of_piece(name, piece, composed.shapes[name], begin)
+    if all(not place for axis, place in composed.mesh.coordinate.items() if axis != "pp"):
+        total += sum(_of_packed(part.model) for part in composed.parts)
     composed.base_fingerprint = _joined(world.all_gather_object(total % 2**64), composed.shapes)
     return composed.base_fingerprint
 
@@ -78,7 +81,7 @@ def fingerprint(composed: ParallelModel, world: World) -> str:
 def fingerprint_of_whole(model: nn.Module) -> str:
     """The same of a whole model in one process."""
     named = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
-    total = sum(_of_piece(name, p, tuple(p.shape), (0,) * p.dim()) for name, p in named.items())
+    total = sum(_of_piece(name, p, tuple(p.shape), (0,) * p.dim()) for name, p in named.items()) + _of_packed(model)
     every = model.named_parameters(remove_duplicate=False)
     return _joined([total], {name: tuple(parameter.shape) for name, parameter in every})
 
@@ -86,6 +89,15 @@ def fingerprint_of_whole(model: nn.Module) -> str:
 def _joined(totals: list[int], shapes: Mapping[str, tuple[int, ...]]) -> str:
     names = sum(key(0, name, *shape) for name, shape in shapes.items() if not is_adapter(name))
     return f"{(sum(totals) + names) % 2**64:016x}"
+
+
+def _of_packed(model: nn.Module) -> int:
+    """Of the weights in 4 bits, which are no parameters and whole on every rank."""
+    return sum(
+        _of_piece(f"{name}.packed", tensor, tuple(tensor.shape), (0,) * tensor.dim())
+        for name, layer in quantized_layers(model).items()
+        for tensor in layer.packed.tensors
+    )
 
 
 def _of_piece(name: str, piece: Tensor, shape: tuple[int, ...], begin: tuple[int, ...]) -> int:

@@ -59,8 +59,8 @@ def rms_norm_linear(
     the outputs side by side. The weights are joined where they are cast. Where they are not cast, that is a copy, which
     is worth it for narrow layers only.
     """
-    has_backward = torch.is_grad_enabled() and (x.requires_grad or any(layer.weight.requires_grad for layer in layers))
-    if norm is None or not has_backward or not (_is_rms(norm) and all(map(is_product, layers))):
+    is_known = torch.is_grad_enabled() and norm is not None and _is_rms(norm) and all(map(is_product, layers))
+    if norm is None or not is_known or not (x.requires_grad or any(layer.weight.requires_grad for layer in layers)):
         normed = x if norm is None else norm(x)
         return x, tuple(layer(normed) for layer in layers)
     eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps

@@ -12,6 +12,7 @@ from torch import nn
 from shoal.errors import Problem, ShoalError, nearest, raise_if
 from shoal.numerics.init import init_adapters
 from shoal.parallel.lora.layers import A, B, LoRALinear, adapted_layers
+from shoal.parallel.lora.quantize import quantized_layers
 
 UNCALLED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """Modules of torch that may read the weights of their layers without calling them."""
@@ -150,7 +151,12 @@ def _adapt(layer: nn.Linear, rank: int, scale: float, dropout: float) -> None:
 
 @torch.no_grad()
 def merge_lora(model: Model) -> Model:
-    """Add the updates of LoRA to the weights below them, in place, and make the layers plain ones again."""
+    """Add the updates of LoRA to the weights below them, in place, and make the layers plain ones again.
+
+    Weights that `shoal.quantize_base` has packed are unpacked: the result has the rounded ones, and the updates.
+    """
+    for packed in quantized_layers(model).values():
+        packed.unpack()
     for layer in adapted_layers(model).values():
         update = layer.lora_B.double() @ layer.lora_A.double() * layer.lora_scale
         layer.weight.copy_(layer.weight.double() + update.to(layer.weight.device))

@@ -10,9 +10,12 @@ from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
 from shoal.errors import Problem
 from shoal.parallel.lora.layers import adapted_layers
+from shoal.parallel.lora.quantize import quantized_layers
 
 
-def check_adapters(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
+def check_adapters(
+    model: nn.Module, plan: Plan, description: Description, *, compiles: bool = False
+) -> Iterator[Problem]:
     """Problems of a plan with the layers of a model that have LoRA."""
     adapted = adapted_layers(model)
     if not adapted:
@@ -24,6 +27,18 @@ def check_adapters(model: nn.Module, plan: Plan, description: Description) -> It
             f"pp={plan.layout.pp} needs LoRA in every block, since a stage without it has nothing to train, got none in"
             f" {without[0]}",
             'targets="all-linear" (--model.lora.targets all-linear), or pp=1',
+        )
+    if plan.layout.tp > 1 and quantized_layers(model):
+        yield Problem(
+            "L032",
+            f"frozen weights in 4 bits are whole on every rank, got tp={plan.layout.tp}, which cuts them",
+            "tp=1; or a model without shoal.quantize_base",
+        )
+    if compiles and quantized_layers(model):
+        yield Problem(
+            "L033",
+            "torch.compile does not see the products with frozen weights in 4 bits, got compile=True",
+            "compile=False; or a model without shoal.quantize_base",
         )
     if plan.precision == "fp8":
         yield Problem(

@@ -1,0 +1,116 @@
+"""QLoRA: frozen weights in 4 bits, products with them, and the gradients of adapters beside them."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.blueprint.plan import Plan
+from shoal.numerics.nf4 import CODES, linear, pack
+from shoal.parallel.lora.checks import check_adapters
+from shoal.parallel.lora.quantize import quantized_layers
+from tests.rejects import rejects
+
+
+def test_numbers_are_rounded_to_the_nearest_code() -> None:
+    """Also where blocks and groups are not full, and where a block is zero."""
+    torch.manual_seed(0)
+    weight = torch.randn(70, 300)  # 329 blocks: 1.3 groups, and the last one is padded
+    weight[0] = 0.0
+    weight[1] *= 1e-4  # scales far below the mean
+    packed = pack(weight)
+    found = packed.unpacked()
+    assert not found[0].any()
+    flat, back = weight.reshape(-1), found.reshape(-1)
+    scales = torch.nn.functional.pad(flat, (0, 56)).view(-1, 64).abs().amax(1)
+    gap = max(b - a for a, b in itertools.pairwise(CODES)) / 2
+    bound = scales.repeat_interleave(64)[: flat.numel()] * (gap + 0.02) + 0.02
+    assert ((flat - back).abs() <= bound).all()
+    assert float((flat - back).norm() / flat.norm()) < 0.1  # 4 bits of a normal distribution
+    assert sum(tensor.nbytes for tensor in pack(torch.randn(512, 512)).tensors) < 0.52 * 512 * 512
+    exact = torch.tensor(CODES).repeat(256, 4)  # blocks whose scales are alike
+    torch.testing.assert_close(pack(exact).unpacked(), exact, rtol=0.0, atol=1e-6)
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 5, bias=False)).to(dtype)
+    adapted = shoal.lora(net, rank=2)
+    for name, parameter in adapted.named_parameters():
+        if name.endswith("lora_B"):
+            parameter.data.normal_()
+    return adapted
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_gradients_of_adapters_are_those_beside_the_rounded_weight(dtype: torch.dtype, rtol: float) -> None:
+    packed, plain = shoal.quantize_base(model(dtype)), model(dtype)
+    rounded = {name: layer.packed.unpacked() for name, layer in quantized_layers(packed).items()}
+    assert sorted(rounded) == ["0", "2"]
+    for name, weight in rounded.items():
+        plain.get_submodule(name).weight.data.copy_(weight)
+    x = torch.randn(3, 12, dtype=dtype)
+    for net in (packed, plain):
+        net(x).square().sum().backward()
+    assert not {"0.weight", "2.weight"} & {name for name, _ in packed.named_parameters()}
+    for name, parameter in packed.named_parameters():
+        expected = plain.get_parameter(name)
+        assert (parameter.grad is None) == (expected.grad is None)
+        if expected.grad is not None:
+            torch.testing.assert_close(parameter.grad, expected.grad, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(shoal.merge_lora(packed)(x), shoal.merge_lora(plain)(x), rtol=rtol, atol=rtol)
+    assert type(packed[0]) is nn.Linear  # type: ignore[index]
+
+
+def test_autograd_keeps_the_packed_weight_alone() -> None:
+    saved: list[int] = []
+    weight, x = pack(torch.randn(64, 64)), torch.randn(2, 64, requires_grad=True)
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        linear(x, weight, None).sum().backward()
+    assert max(saved, default=0) < 64 * 64
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, weight, torch.ones(64)).dtype == torch.bfloat16
+
+
+def test_adapters_of_a_packed_base_are_saved_and_loaded(tmp_path: Path) -> None:
+    batch = torch.randn(4, 12), torch.tensor([0, 1, 2, 3])
+
+    def start(net: nn.Module) -> shoal.Run:
+        run = shoal.Run("fp32", device="cpu")
+        run.prepare(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1))
+        return run
+
+    run, again = start(shoal.quantize_base(model())), start(shoal.quantize_base(model()))
+    run.step(batch)
+    run.save(tmp_path)
+    again.load(tmp_path)
+    assert float(run.step(batch)) == float(again.step(batch))
+    other = model()
+    other.get_submodule("0").weight.data[3] += 1.0  # type: ignore[operator, union-attr]
+    with rejects("L010"):
+        start(shoal.quantize_base(other)).load(tmp_path)
+
+
+def test_what_cannot_be_packed() -> None:
+    with rejects("L030", "Linear"):
+        shoal.quantize_base(nn.Linear(2, 2))
+    with rejects("L031", "packed already"):
+        shoal.quantize_base(shoal.quantize_base(model()))
+    with torch.device("meta"):
+        net = shoal.lora(nn.Sequential(nn.Linear(4, 4)), rank=2)
+    with rejects("L031", "meta"):
+        shoal.quantize_base(net)
+    packed, plan = shoal.quantize_base(model()), Plan.parse("tp=2").resolve(2)
+    found = check_adapters(packed, plan, shoal.Description(), compiles=True)
+    assert [problem.code for problem in found] == ["L032", "L033"]
+    assert not list(check_adapters(packed, Plan.parse("zero=3").resolve(2), shoal.Description()))
