@@ -12,13 +12,14 @@ one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from shoal.data.dataset import Batch, Dataset, Ids
 from shoal.data.interleave import drawn
-from shoal.data.order import ids_at, sample_ids, stream_ids
+from shoal.data.order import stream_ids
 from shoal.data.sources.digest import hashed
 from shoal.hash_rng import hashed_number
 
@@ -46,17 +47,18 @@ class Union:
         if len(ids) and not 0 <= ids.min() <= ids.max() < len(self):
             raise IndexError(f"samples {ids.min()} to {ids.max()} of a dataset of {len(self)}")
         which = np.searchsorted(self._ends, ids, side="right")
-        batch: Batch = {}
+        batch: dict[str, np.ndarray[Any, Any]] = {}
         for number in np.unique(which):
             rows = np.flatnonzero(which == number)
             part: Batch = self.members[number].batch(ids[rows] - self._start(number))
             if len(rows) == len(ids):
                 return part
             for key, tensor in part.items():
+                array = tensor.numpy()  # torch's own indexed copy starts threads, which costs more than the copy
                 if key not in batch:
-                    batch[key] = torch.empty((len(ids), *tensor.shape[1:]), dtype=tensor.dtype)
-                batch[key][torch.from_numpy(rows)] = tensor
-        return batch
+                    batch[key] = np.empty((len(ids), *array.shape[1:]), dtype=array.dtype)
+                batch[key][rows] = array
+        return {key: torch.from_numpy(array) for key, array in batch.items()}
 
     def describe(self) -> str:
         """All members."""
@@ -83,8 +85,10 @@ class Mixture(Union):
         ids = np.empty(len(positions), dtype=np.int64)
         for number in np.unique(which):
             rows = which == number
-            own = ids_at(hashed_number(seed, _SOURCE, int(number)), len(self.members[number]), draws[rows])
-            ids[rows] = own + self._start(number)
+            own = draws[rows]
+            first, last = int(own.min()), int(own.max())  # near each other, since the positions are of one batch
+            key, size = hashed_number(seed, _SOURCE, int(number)), len(self.members[number])
+            ids[rows] = stream_ids(key, size, first, last - first + 1)[own - first] + self._start(number)
         return ids
 
     def describe(self) -> str:
@@ -109,5 +113,6 @@ def batch_ids(dataset: Dataset, seed: int, position: int, batch: int, part: slic
     count = part.stop - part.start
     if not isinstance(dataset, Mixture):
         return stream_ids(seed, len(dataset), position + part.start, count)
-    places = sample_ids(hashed_number(seed, _SHUFFLE_BATCH, position), batch, part.start, count)
+    start = position // batch * batch  # each batch has an epoch of its own in a stream of `batch` places
+    places = stream_ids(hashed_number(seed, _SHUFFLE_BATCH), batch, start + part.start, count)
     return dataset.ids_at(seed, position + places)

@@ -52,19 +52,9 @@ def sample_ids(seed: int, size: int, start: int, count: int) -> npt.NDArray[np.i
             fix="size=1, start=0, count=1",
             code="D028",
         )
-    return ids_at(seed, size, start + np.arange(count, dtype=np.int64))
-
-
-def ids_at(seed: int, size: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The samples at these positions of the stream, in any order.
-
-    >>> ids_at(0, 5, np.array([4, 0])).tolist() == [sample_ids(0, 5, 4, 1)[0], sample_ids(0, 5, 0, 1)[0]]
-    True
-    """
-    if not len(positions):
-        return np.empty(0, dtype=np.int64)
+    positions = start + np.arange(count, dtype=np.int64)
     epochs, offsets = np.divmod(positions, size)
-    first_epoch, last_epoch = epochs.min(), epochs.max()
+    first_epoch, last_epoch = start // size, (start + max(count, 1) - 1) // size
     keys = hashed(seed, np.arange(first_epoch, last_epoch + 1), np.arange(ROUNDS)[:, None])  # [1] rounds × epochs
     keys_of_each = keys[:, epochs - first_epoch]  # rounds × positions
     return _permuted(offsets.astype(np.uint64), keys_of_each, size).astype(np.int64)
@@ -82,7 +72,7 @@ def stream_ids(seed: int, size: int, start: int, count: int) -> npt.NDArray[np.i
     return together[begin : begin + count]
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=256)  # of 32 KiB; a mixture reads one for each source
 def _block(seed: int, size: int, number: int) -> npt.NDArray[np.int64]:
     ids = sample_ids(seed, size, number * _BLOCK, _BLOCK)
     ids.flags.writeable = False  # callers share it
