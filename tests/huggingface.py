@@ -126,8 +126,8 @@ OLDER: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ALL = DENSE | EXPERTS | PACKED | OTHERS | OLDER
 REJECTED = {
-    **dict.fromkeys(("vit", "clip", "falcon", "gptj"), ("cp=2",)),
-    **dict.fromkeys(("t5", "whisper", "openai-gpt", "bloom"), ("sp=on", "cp=2")),
+    **dict.fromkeys(("vit", "clip", "falcon", "gptj", "openai-gpt"), ("cp=2",)),
+    **dict.fromkeys(("t5", "whisper", "bloom"), ("sp=on", "cp=2")),
     "mamba": ("tp=2", "cp=2"),
 }
 """Architecture → words of plans that it cannot have. All others are equal."""
