@@ -169,7 +169,11 @@ class Coordinator:
         rejected = ", ".join(sorted(self.members.rejected))
         key = f"; processes at {rejected} were rejected: they hold another key" if rejected else ""
         host, port = self.address
-        return f"waiting for {names}{key}\n    fix: on each of them: shoal agent --join {host}:{port} --name NAME"
+        by_hand = f"on each of them: shoal agent --join {host}:{port} --name NAME"
+        fix = (
+            by_hand if self.ssh == NOBODY else "look whether `shoal agent` runs on them; --ssh none to start it by hand"
+        )
+        return f"waiting for {names}{key}\n    fix: {fix}"
 
     def _missing(self, missing: Sequence[Member], waited: float) -> ShoalError:
         what, _, fix = self._waiting_for(missing).partition("\n    fix: ")
