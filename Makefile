@@ -24,6 +24,8 @@ train: $(STAMP)  ## train the tiny recipe: two processes on this machine's CPU
 PARALLEL := -q -n auto --dist loadgroup
 # Each process computes on one core: threads of several would wait for each other.
 ONE_THREAD := $(if $(ARGS),,OMP_NUM_THREADS=1)
+# Where the environment forbids it, each of some hundred processes would compile all modules anew.
+export PYTHONDONTWRITEBYTECODE :=
 # What failed beside others runs once more by itself: a limit of time may break on a busy machine, a defect fails again.
 AGAIN := $(if $(ARGS),false,{ echo "once more, one at a time:"; $(BIN)/pytest -q --lf --lfnf=none; })
 

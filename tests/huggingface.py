@@ -95,7 +95,7 @@ PACKED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", {"max_position_embeddings": 16}),
-    "vit": ("ViT", {"image_size": 8, "patch_size": 4, "num_labels": 5}),
+    "vit": ("ViT", {"image_size": 12, "patch_size": 4, "num_labels": 5}),
     "clip": ("CLIP", {}),
     "t5": (
         "T5",
@@ -112,16 +112,28 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "whisper": ("Whisper", {}),
     "mamba": ("Mamba", {"state_size": 4}),
 }
-ALL = DENSE | EXPERTS | PACKED | OTHERS
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+OLDER: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi": ("Phi", {**KV, "resid_pdrop": 0.0}),
+    "stablelm": ("StableLm", KV),
+    "glm4": ("Glm4", {**KV, "head_dim": 4}),
+    "falcon": ("Falcon", {"new_decoder_architecture": False, "multi_query": False}),
+    "gptj": ("GPTJ", {"rotary_dim": 4, "n_positions": 16, **NO_DROPOUT}),
+    "openai-gpt": ("OpenAIGPT", {"n_positions": TOKENS, **NO_DROPOUT}),
+    "bloom": ("Bloom", {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "electra": ("Electra", {"embedding_size": 16, "max_position_embeddings": 16}),
+    "distilbert": ("DistilBert", {"hidden_dim": 24, "max_position_embeddings": 16}),
+}
+ALL = DENSE | EXPERTS | PACKED | OTHERS | OLDER
 REJECTED = {
-    **dict.fromkeys(("bert", "modernbert"), ("sp=on",)),
-    "gpt2": ("tp=2",),
-    **dict.fromkeys(("vit", "clip", "t5", "whisper"), ("sp=on", "cp=2")),
+    **dict.fromkeys(("vit", "clip", "falcon", "gptj"), ("cp=2",)),
+    **dict.fromkeys(("t5", "whisper", "openai-gpt", "bloom"), ("sp=on", "cp=2")),
     "mamba": ("tp=2", "cp=2"),
 }
 """Architecture → words of plans that it cannot have. All others are equal."""
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 CLASSES = {
+    **{"OpenAIGPT": "OpenAIGPTLMHeadModel", "Electra": "ElectraForMaskedLM", "DistilBert": "DistilBertForMaskedLM"},
     **{"GPT2": "GPT2LMHeadModel", "ModernBert": "ModernBertForMaskedLM", "Bert": "BertForMaskedLM"},
     **{"ViT": "ViTForImageClassification", "CLIP": "CLIPForImageClassification"},
     **{"T5": "T5ForConditionalGeneration", "Whisper": "WhisperForConditionalGeneration"},
@@ -135,7 +147,7 @@ def config_of(name: str, settings: dict[str, Any]) -> Any:
         }
         return transformers.CLIPConfig(
             text_config={**SMALL, "max_position_embeddings": 16},
-            vision_config={**sizes, "image_size": 8, "patch_size": 4},
+            vision_config={**sizes, "image_size": 12, "patch_size": 4},
             projection_dim=8,
             num_labels=5,
         )
@@ -172,7 +184,7 @@ def batch(kind: str, *, pads: bool = False) -> dict[str, Tensor]:
     labels[0, :5] = -100
     labels[2, 3:] = -100
     if kind in ("vit", "clip"):
-        return {"pixel_values": torch.randn(BATCH, 3, 8, 8, generator=generator), "labels": ids[:, 0] % 5}
+        return {"pixel_values": torch.randn(BATCH, 3, 12, 12, generator=generator), "labels": ids[:, 0] % 5}
     if kind == "whisper":
         return {"input_features": torch.randn(BATCH, 4, 8, generator=generator), "labels": labels}
     made = {"input_ids": ids, "labels": labels}

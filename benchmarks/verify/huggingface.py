@@ -1,6 +1,6 @@
 """Which architectures of transformers compute the same under which layout as in one process?
 
-python benchmarks/verify/huggingface.py              # all, in five minutes; writes the table of docs/huggingface.md
+python benchmarks/verify/huggingface.py              # all, in ten minutes; writes the table of docs/huggingface.md
 python benchmarks/verify/huggingface.py llama bert   # some, and prints
 
 Every model is tiny, unmodified and without a description of its own. A row is compared with plain torch and
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import re
 import sys
 import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks are forked then, and need not load transformers again
 
 import transformers
 

@@ -5,6 +5,7 @@ As a script it is that process: it reads a command a line, starts it in a sessio
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -90,10 +91,11 @@ class Host:
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
 
-    def start(self, *words: str, cwd: Path, env: dict[str, str] | None = None) -> Started:
+    def start(self, *words: str, cwd: Path, env: dict[str, str] | None = None, network: str = "") -> Started:
         self.number += 1
         out, err = (Path(self.files.name, f"{what}-{self.number}") for what in ("out", "err"))
         asked = {"words": words, "cwd": str(cwd), "env": env or {}, "out": str(out), "err": str(err)}
+        asked["network"] = network
         self.started.append(Started(self, self.ask(asked), out, err))
         return self.started[-1]
 
@@ -143,6 +145,15 @@ def until(condition: Callable[[], bool], started: Started, seconds: float = 60) 
         time.sleep(0.005)
 
 
+def enter_network(name: str) -> None:
+    """Move this process to a network namespace that `ip netns` has made; an empty name: stay."""
+    if name:
+        handle = os.open(f"/run/netns/{name}", os.O_RDONLY)
+        if ctypes.CDLL(None, use_errno=True).setns(handle, 0x40000000) != 0:  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        os.close(handle)
+
+
 def main() -> None:
     """Be the host."""
     # Loaded, and nothing computed: a fork of this process can compute. Dynamo is what the first optimizer would load.
@@ -160,6 +171,7 @@ def main() -> None:
             if answer == 0:
                 os.setsid()
                 os.chdir(asked["cwd"])
+                enter_network(asked["network"])
                 os.environ.update(asked["env"])
                 for number, name in ((1, "out"), (2, "err")):
                     os.dup2(os.open(asked[name], os.O_CREAT | os.O_WRONLY, 0o600), number)

@@ -36,6 +36,7 @@ def test_help_is_fast() -> None:
         "from shoal.cli import main; main(['--help'])",
         "from shoal.cli import main; main(['schema'])",
         "from shoal.cli import main; main(['train', 'missing.yaml', '--optim.lrr', '1'])",
+        "import shoal.cli.agent.coordinate, shoal.cli.train",  # a coordinator of several hosts computes nothing
     ],
 )
 def test_torch_stays_away(code: str) -> None:

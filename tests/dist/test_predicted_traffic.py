@@ -64,7 +64,7 @@ def read(size: int, words: str) -> tuple[str, dict[str, Any]]:
 
 def traits(size: int, words: str) -> set[Hashable]:
     """Each word, and which axes of a layout stand beside each other; but for the size of microbatches."""
-    said = [word for word in words.split() if not word.startswith("mb=")]
+    said = [word.partition("freeze=")[1] or word for word in words.split() if not word.startswith(("mb=", "kv="))]
     axes = {key_of(word) for word in said} & {"tp", "pp", "zero", "dp_replicate", "recompute"}
     return {*said, *combinations(sorted(axes), 2)}
 

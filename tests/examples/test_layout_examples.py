@@ -16,6 +16,10 @@ def sharding() -> Ran:
     return run_for_real("03_fsdp.py", timeout=110)
 
 
+def several_hosts() -> Ran:
+    return run_for_real("05_multi_node.py", timeout=110)
+
+
 def pipeline() -> Ran:
     return run_for_real("07_pipeline.py", timeout=110)
 
@@ -50,6 +54,16 @@ def test_what_does_not_fit_replicated_trains_sharded(once: Callable[..., Any]) -
     assert losses_in(losses)[-1] < 0.1 * losses_in(losses)[0]
 
 
+@pytest.mark.wide
+def test_two_hosts_train_one_run(once: Callable[..., Any]) -> None:
+    ran = once(several_hosts)
+    assert ran.code == 0, ran.stderr[-3000:]
+    first, second = ran.stdout.splitlines()
+    assert re.fullmatch(r"2 ranks on (shoal-a:1,shoal-b:1|127.0.0.1:1,127.0.0.2:1) made 5 steps", first)
+    assert re.fullmatch(r"loss 5\.\d{4} at the first step; step 5 is saved", second)
+
+
+@pytest.mark.wide
 def test_a_pipeline_equals_one_process_under_two_schedules(once: Callable[..., Any]) -> None:
     ran = once(pipeline)
     assert ran.code == 0, ran.stderr[-3000:]

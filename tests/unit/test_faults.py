@@ -20,7 +20,8 @@ from tests.cover import wide
 
 ALL = (
     "kill_at=rank:1,step:5 disk_full_at=rank:0,write:3 corrupt_at=write:2 slow_disk_at=write:1,seconds:2"
-    " fail_allreduce_at=rank:1,step:7,generation:2"
+    " fail_allreduce_at=rank:1,step:7,generation:2 stop_at=rank:2,step:1 sleep_at=rank:2,step:1,seconds:9"
+    " hold_gil_at=rank:2,step:1 block_read_at=rank:2,step:1 other_op_at=rank:2,step:1 other_shape_at=rank:2,step:1"
 )
 
 
@@ -50,6 +51,7 @@ def test_words_are_faults() -> None:
         ("disk_full_at=errno:EFULL", "errno must be a name such as ENOSPC", "errno:EIO"),
         ("kill_at=rank:1,rank:2", "twice", "one rank"),
         ("fail_allreduce_at=write:1", "no write", "step"),
+        ("stop_at=save:1", "no save", "step"),
     ],
 )
 def test_a_mistyped_fault_is_rejected_with_a_fix(text: str, what: str, fix: str) -> None:

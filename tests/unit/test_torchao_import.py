@@ -49,6 +49,7 @@ def stderr_of(code: str, folder: Path) -> str:
     return done.stderr
 
 
+@pytest.mark.wide
 def test_tensorwise_fp8_does_not_import_torchao(tmp_path: Path) -> None:
     assert stderr_of(IMPORT_ALL_AND_TRAIN_TENSORWISE, tmp_path) == ""
 

@@ -21,7 +21,8 @@ class Split(Enum):
     VOCABULARY  an embedding or output head, by tokens of the vocabulary
     SEQUENCE    not split; it works on each position alone, so positions may be divided (norms)
     HEADS       not split; it works on each head alone, inside attention (norms of queries and keys)
-    REGION      a module whose COLUMN layers all read its input; the input enters once, before the module runs
+    LATENT      not split; a layer of a region before its COLUMN layers, which read what it computes (low-rank queries)
+    REGION      a module whose COLUMN layers all read its input, or LATENT layers; the input enters once, before it runs
     ALL_TOKENS  not split; it mixes positions, so positions that are divided are gathered before it, and cut after it
     EXPERTS     divided over ep along dim 0, not split by tp; it works on each position alone
     """
@@ -31,6 +32,7 @@ class Split(Enum):
     VOCABULARY = "vocabulary"
     SEQUENCE = "sequence"
     HEADS = "heads"
+    LATENT = "latent"
     REGION = "region"
     ALL_TOKENS = "all_tokens"
     EXPERTS = "experts"
@@ -46,7 +48,8 @@ class Description:
 
     blocks, before_blocks, after_blocks       what sharding, recompute and pipelines cut (`zero=3`, `recompute`, `pp`)
     costs                                     what they cost to compute, where stages are to be balanced (`pp`)
-    splits, parts, per_rank                   how tensor parallelism splits layers (`tp`)
+    splits, parts, cuts, per_rank             how tensor parallelism splits layers (`tp`)
+    token_blocks                              where sequence parallelism divides tokens (`sp`)
     num_heads, num_kv_heads                   what its degree must divide (`tp`)
     positions, documents, positions_restart   arguments of `forward` under context parallelism (`cp`)
     num_experts, active_experts               of a mixture of experts (`ep`)
@@ -83,6 +86,14 @@ class Description:
     parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Pattern of a COLUMN layer that holds several in one, as queries, keys and values → the sizes of its parts, in the
     order of its output features. tp cuts each of them."""
+
+    cuts: Mapping[str, int] = field(default_factory=dict)
+    """Pattern of a parameter → the dim along which tp cuts it, where that is not what the split of its module says: the
+    weight of a linear layer that has its inputs first, or a number for each head."""
+
+    token_blocks: tuple[str, ...] = ()
+    """Blocks, one after the other, between which alone `sp` divides the tokens: before the first and after the last of
+    them every rank has all. Empty: a VOCABULARY embedding divides them, and the head gathers them."""
 
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs of names of one shared parameter; the first name of a pair is its key."""
@@ -144,6 +155,10 @@ class Description:
             self._known_splits[key] = next(found, None)
         return self._known_splits[key]
 
+    def cut_of(self, parameter: str) -> int | None:
+        """The dim of `cuts` for a parameter."""
+        return next((dim for pattern, dim in self.cuts.items() if matches(pattern, parameter)), None)
+
     def kind_of(self, name: str) -> str:
         """The same for the same thing in every layer, where no pattern names a layer by its number."""
         return _without_numbers(name) if self._are_layers_alike else name
@@ -187,6 +202,8 @@ def supports_sequence_parallel(description: Description) -> bool:
     """
     if "sp" in description.why_not:
         return False
+    if description.token_blocks:
+        return True
     embeds = any(
         split is Split.VOCABULARY and matches(pattern, name)
         for name in description.before_blocks

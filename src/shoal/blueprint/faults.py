@@ -7,6 +7,12 @@
     disk_full_at         a disk operation fails half way; `errno:EIO` for another reason than no space
     slow_disk_at         a disk operation takes longer, by `seconds:2`
     fail_allreduce_at    the exchange of a step fails on this rank
+    stop_at              the process is stopped, as by `kill -STOP`
+    sleep_at             it sleeps before a collective; `seconds:2`, else for an hour
+    hold_gil_at          the same, and it holds the GIL
+    block_read_at        it reads from a pipe into which nothing is written
+    other_op_at          it calls broadcast where the others call all_reduce
+    other_shape_at       it calls all_reduce with another shape than the others
 
 A fault happens wherever all of its conditions hold:
 
@@ -32,7 +38,10 @@ VARIABLE = "SHOAL_FAULTS"
 GENERATION = "SHOAL_GENERATION"
 """The number of restarts of this run."""
 
-KINDS = ("kill_at", "corrupt_at", "disk_full_at", "slow_disk_at", "fail_allreduce_at")
+MISMATCHES = ("other_op_at", "other_shape_at")
+"""Faults in a collective that all ranks make for them."""
+HANGS = ("stop_at", "sleep_at", "hold_gil_at", "block_read_at", *MISMATCHES)
+KINDS = ("kill_at", "corrupt_at", "disk_full_at", "slow_disk_at", "fail_allreduce_at", *HANGS)
 CONDITIONS = ("rank", "step", "write", "save", "generation")
 SETTINGS = ("seconds", "errno")
 
@@ -47,7 +56,8 @@ class Fault:
     write: int | None = None
     save: int | None = None
     generation: int | None = 0
-    seconds: float = 1.0
+    seconds: float | None = None
+    """How long it lasts; None: a second for a disk, an hour for a hang."""
     errno: int = errno.ENOSPC
 
     @property
@@ -133,9 +143,9 @@ def _fault(word: str) -> Fault:
             raise ShoalError(
                 f"{VARIABLE} has {word!r}: {name} is set twice", fix=f"one {name} for each fault", code="R051"
             )
-        if kind == "fail_allreduce_at" and name in ("write", "save"):
+        if kind in ("fail_allreduce_at", *HANGS) and name in ("write", "save"):
             raise ShoalError(
-                f"{VARIABLE} has {word!r}: an exchange has no {name}", fix=f"{kind}=rank:1,step:5", code="R051"
+                f"{VARIABLE} has {word!r}: a fault of a step has no {name}", fix=f"{kind}=rank:1,step:5", code="R051"
             )
         values[name] = _value(word, name, text)
     return Fault(kind=kind, **values)  # type: ignore[arg-type]  # `_value` returns the type of each name

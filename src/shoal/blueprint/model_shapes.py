@@ -25,8 +25,9 @@ class TPBoundary:
 
     module: str
     """The split layer at this boundary."""
-    way: Literal["enter", "leave", "logits", "gather"]
-    """logits: it leaves a head that is split by vocabulary. gather: it enters a whole module that needs all tokens."""
+    way: Literal["enter", "leave", "logits", "gather", "divide", "join"]
+    """logits: it leaves a head that is split by vocabulary. gather: it enters a whole module that needs all tokens.
+    divide, join: it enters the first block between which tokens are divided, or leaves the last one."""
     shape: Shape
     """The whole activation of one sample."""
     has_backward: bool = True

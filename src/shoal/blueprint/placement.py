@@ -234,15 +234,20 @@ PARTIAL = {(Split.COLUMN, "lora_A"), (Split.ROW, "lora_B")}
 def piece(plan: Plan, model: ModelShapes, name: str, *, rank: int) -> Shape:
     """The shape of the piece of a parameter on one rank of tp and ep."""
     shape = model.shape(name)
-    module, _, own = name.rpartition(".")
-    how = split_of(model.description, module)
-    axis, dim = "tp", CUT_DIMS.get(how, {}).get(own) if how is not None else None
+    axis, dim = "tp", cut_dim(model.description, name)
     if experts_of(model.description, name):
         axis, dim = "ep", 0
     if dim is None:
         return shape
     degree, index = _place_of(plan.layout, axis, rank)
     return (*shape[:dim], chunk(shape[dim], index=index, degree=degree), *shape[dim + 1 :])
+
+
+def cut_dim(description: Description, name: str) -> int | None:
+    """The dim along which tp cuts a parameter; None: it is whole."""
+    module, _, own = name.rpartition(".")
+    how, said = split_of(description, module), description.cut_of(name)
+    return said if said is not None or how is None else CUT_DIMS.get(how, {}).get(own)
 
 
 @lru_cache(maxsize=2**12)
@@ -266,10 +271,22 @@ def split_of(description: Description, module: str) -> Split | None:
 
 
 def splits_tokens(plan: Plan, description: Description) -> bool:
-    """Whether sequence parallelism is on: by the plan's `sp`, else wherever the model allows it."""
+    """Whether sequence parallelism is on: by the plan's `sp`, else wherever the model allows it from its embedding to
+    its head."""
     if plan.layout.tp == 1:
         return False
-    return plan.sp if plan.sp is not None else supports_sequence_parallel(description)
+    return plan.sp if plan.sp is not None else is_divided_by_default(description)
+
+
+def is_divided_by_default(description: Description) -> bool:
+    """Whether `sp` is on where a plan does not say it. Between blocks alone it is not: the number of tokens there, as
+    of an image and its class, may be one that tp does not divide."""
+    return supports_sequence_parallel(description) and not description.token_blocks
+
+
+def divides_tokens_of(description: Description, module: str) -> bool:
+    """Whether a submodule sees a part of the tokens under `sp`."""
+    return not description.token_blocks or is_inside(module, description.token_blocks)
 
 
 def is_partial(description: Description, name: str, *, splits_tokens: bool) -> bool:
@@ -279,7 +296,9 @@ def is_partial(description: Description, name: str, *, splits_tokens: bool) -> b
     how = split_of(description, module)
     is_late_bias = own == "bias" and how is Split.ROW  # added after the sum
     is_of_tokens = bool(around & {Split.SEQUENCE, Split.ALL_TOKENS, Split.EXPERTS}) or is_late_bias
-    return Split.HEADS in around or (how, own) in PARTIAL or (splits_tokens and is_of_tokens)
+    is_of_heads = bool(around & {Split.HEADS, Split.LATENT}) and description.cut_of(name) is None
+    divides = splits_tokens and is_of_tokens and divides_tokens_of(description, module)
+    return is_of_heads or (how, own) in PARTIAL or divides
 
 
 def shard(shape: Shape, *, index: int, degree: int) -> int:

@@ -16,6 +16,7 @@ from shoal.version import __version__
 VERBS = {
     "plan": "rank all plans for a model on a cluster by predicted speed and memory, with reasons",
     "train": "train a recipe on this machine, or as one rank under torchrun, Slurm or mpirun",
+    "agent": "be one host of `shoal train --hosts`, where ssh does not start it",
     "verify": "compare a plan with one process: every gradient and weight, communicated bytes and memory",
     "calibrate": "measure this machine for the planner, in about a minute",
     "bench": "measure collectives with every algorithm (comm), or gradient compression (compress)",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from shoal.cli.options import parse_options
+from shoal.config.data_source import spelled
 from shoal.config.recipe import DataSection
 from shoal.errors import Problem, ShoalError, raise_if
 
@@ -109,9 +110,11 @@ def _tokens(options: Generate, trained: TrainedModel) -> tuple[list[int], Tokeni
 
     data = trained.recipe.data
     name = options.tokenizer or data.tokenizer
-    if options.tokenizer is None and (data.source == "synthetic" or data.format in ("tokens", "images")):
+    if options.tokenizer is None and all(
+        one.source == "synthetic" or one.format in ("tokens", "images") for one in data.each
+    ):
         raise ShoalError(
-            f"the run was trained on {data.source} data, which has no text",
+            f"the run was trained on {spelled(data.source)} data, which has no text",
             fix="--tokenizer PATH of the tokenizer that made its tokens",
             code="L022",
         )
@@ -125,10 +128,17 @@ def _tokens(options: Generate, trained: TrainedModel) -> tuple[list[int], Tokeni
 
 
 def is_of_conversations(data: DataSection) -> bool:
-    """Whether a run was trained on conversations."""
-    from shoal.data.sources.chat.rows import is_chat
+    """Whether a run was trained on conversations, alone or in a mixture."""
+    return any(map(_has_conversations, data.each))
 
-    path = Path(data.source).expanduser()
-    return data.format == "chat" or (
-        data.format == "auto" and path.suffix == ".jsonl" and path.is_file() and is_chat(path)
-    )
+
+def _has_conversations(data: DataSection) -> bool:
+    from shoal.data.sources.chat.rows import ROW_ENDINGS, is_chat
+    from shoal.data.sources.open import source_kind
+    from shoal.data.sources.remote.download import is_url
+
+    source = str(data.source)
+    if data.format != "auto" or is_url(source):
+        return data.format == "chat" or (data.format == "auto" and source_kind(data) == "chat")
+    path = Path(source).expanduser()
+    return path.suffix.lower() in ROW_ENDINGS and path.is_file() and is_chat(path)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import tyro
 
 from shoal.blueprint.aliases import OTHER_SYSTEMS
 from shoal.cli.options import check_words, run_tyro, unknown_option
+from shoal.config.data_source import SourceField
 from shoal.config.duration import Duration
 from shoal.config.flag_aliases import instead_of
 from shoal.config.load import RecipeReading, read_recipe
@@ -135,23 +136,30 @@ def _print_help(kind: type[Any], prog: str) -> None:
     )
     both.__doc__ = kind.__doc__
     shown = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
-    tyro.cli(both, args=["--help"], prog=prog, config=shown, registry=_durations_are_words())
+    tyro.cli(both, args=["--help"], prog=prog, config=shown, registry=_shown_as_words())
 
 
-def _durations_are_words() -> tyro.constructors.ConstructorRegistry:
-    """Parse a duration as one word; tyro would split it into its fields."""
+def _shown_as_words() -> tyro.constructors.ConstructorRegistry:
+    """Show a duration and a data source as one word; tyro would split them into their fields."""
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.primitive_rule
     def duration(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-        if info.type is not Duration:
-            return None
-        return tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="DURATION",
-            instance_from_str=lambda words: Duration.parse(words[0]),
-            is_instance=lambda value: isinstance(value, Duration),
-            str_from_instance=lambda value: [str(value)],
-        )
+        return _word("DURATION", Duration) if info.type is Duration else None
+
+    @registry.primitive_rule
+    def source(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        return _word("SOURCE", str) if info.type == get_args(SourceField)[0] else None
 
     return registry
+
+
+def _word(metavar: str, kind: type) -> tyro.constructors.PrimitiveConstructorSpec[Any]:
+    """A value that help shows as one word. Help alone uses it, so that no value is parsed."""
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda words: words[0],
+        is_instance=lambda value: isinstance(value, kind),
+        str_from_instance=lambda value: [str(value)],
+    )

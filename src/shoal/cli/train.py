@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import sys
@@ -18,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
-from shoal.blueprint.plan import Plan
 from shoal.cli.overrides import parse
+from shoal.cli.reports.train_summary import show_summary
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.config.checks.memory import check_memory, has_no_accelerator, host_memory
 from shoal.config.checks.settings import check_incomplete
@@ -31,6 +30,7 @@ from shoal.predict.cluster_parser import is_measured_here
 if TYPE_CHECKING:
     from torch import nn
 
+    from shoal.cli.agent.prepare import TrainVerb
     from shoal.predict.predict import Prediction
     from shoal.train.recipe.preflight import Checked, Job
 
@@ -61,6 +61,18 @@ class Train:
     """auto: resume an unfinished run of this recipe. latest: also a finished one. A number: resume from that step.
     fresh: start over, and remove an earlier run in --run.dir."""
 
+    hosts: str | None = None
+    """Hosts and their ranks: a:8,b:8, or a file with lines like `a slots=8`. None: this machine."""
+
+    min_hosts: int | None = None
+    """Continue with so many of --hosts when others are lost, until they are back. None: wait for all."""
+
+    ssh: str | None = None
+    """The command that runs another one on {host}. None: SHOAL_SSH, or ssh. none: `shoal agent` is started there."""
+
+    listen: str | None = None
+    """The address of this host at which other hosts connect, and a port: 10.0.0.1:29400. The next port is used too."""
+
 
 def main(arguments: Sequence[str]) -> int:
     """Train; 0 when the run reached its end, 130 when a signal stopped it before."""
@@ -69,11 +81,35 @@ def main(arguments: Sequence[str]) -> int:
     out = sys.stdout
     # With --json, stdout is for the one object. What a user's model prints goes to stderr.
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        return _train(options, reading, start_time, out)
+        if options.hosts is not None:
+            return _train_on_hosts(options, arguments, reading, start_time, out)
+        return _train(options, reading, start_time, out, read_environment(os.environ))
 
 
-def _train(options: Train, reading: RecipeReading, start_time: float, out: TextIO) -> int:
-    placement = read_environment(os.environ)
+def as_verb() -> TrainVerb:
+    """The parts of this verb that an agent of another host needs."""
+    from shoal.cli.agent.prepare import TrainVerb
+
+    parse_words = partial(parse, Train, prog="shoal train")
+    return TrainVerb(parse=parse_words, checked_job=_checked_job, write_result=_write_result)
+
+
+def _train_on_hosts(
+    options: Train, words: Sequence[str], reading: RecipeReading, start_time: float, out: TextIO
+) -> int:
+    from shoal.cli.agent.coordinate import place_on_hosts, train_on_hosts
+
+    for note in reading.notes:
+        print(f"shoal: {note}", file=sys.stderr)
+    recipe = reading.complete(lambda each: check_incomplete(each, None))
+    if options.dry_run:
+        return _train(options, reading, start_time, out, place_on_hosts(options.hosts, recipe.launch.nproc))
+    summary, is_written = train_on_hosts(options, words, recipe, as_verb(), start_time)
+    show_summary(summary, as_json=options.json, out=out)
+    return _exit_code(summary, is_written=is_written, is_main=True)
+
+
+def _train(options: Train, reading: RecipeReading, start_time: float, out: TextIO, placement: Placement | None) -> int:
     is_main = placement is None or placement.rank == 0
     for note in reading.notes if is_main else ():
         print(f"shoal: {note}", file=sys.stderr)
@@ -96,10 +132,20 @@ def _train(options: Train, reading: RecipeReading, start_time: float, out: TextI
             show_dry_run(job.recipe, predict_step(job.recipe), as_json=options.json, out=out)
         return 0
     summary = _run(job, options, placement, world_size, start_time)
-    is_written = _write_summary(summary) if is_main else True
+    is_written = _write_result(job, summary) if is_main else True
     if is_main:
-        _show(summary, options, out)
-        _append_measurement(job, summary)
+        show_summary(summary, as_json=options.json, out=out)
+    return _exit_code(summary, is_written=is_written, is_main=is_main)
+
+
+def _write_result(job: Job, summary: dict[str, Any]) -> bool:
+    """Write the summary and the measurement beside the run; whether the summary was written."""
+    is_written = _write_summary(summary)
+    _append_measurement(job, summary)
+    return is_written
+
+
+def _exit_code(summary: dict[str, Any], *, is_written: bool, is_main: bool) -> int:
     if summary.get("saves_failed") and summary["saved_step"] != summary["steps"]:
         if is_main:
             print("shoal: the last step is not saved; free space, and give the same command again", file=sys.stderr)
@@ -111,7 +157,7 @@ def _train(options: Train, reading: RecipeReading, start_time: float, out: TextI
 
 def _checked_job(options: Train, reading: RecipeReading, placement: Placement | None) -> Job:
     """The job of a command without problems; else raise all of them."""
-    reading = reading.with_problems(_check_resume(options.resume))
+    reading = reading.with_problems([*_check_resume(options.resume), *_check_hosts(options)])
     recipe = reading.complete(lambda each: check_incomplete(each, _known_ranks(each, placement)))
     found = _checked(options, placement, recipe)
     raise_if(found.problems)
@@ -166,6 +212,14 @@ def _check_resume(resume: str) -> Iterator[Problem]:
     if resume not in ("auto", "latest", "fresh") and not is_step:
         what = f"--resume must be auto, latest, fresh or a step, got {resume[:80]!r}"
         yield Problem("R032", what, "--resume auto")
+
+
+def _check_hosts(options: Train) -> Iterator[Problem]:
+    """Find options that have no effect without --hosts."""
+    for name in ("min_hosts", "ssh", "listen"):
+        if options.hosts is None and getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            yield Problem("N067", f"{flag} has no effect without --hosts", f"--hosts a:8,b:8, or leave {flag} out")
 
 
 def _import_torch(recipe: Recipe) -> None:
@@ -351,87 +405,3 @@ def _write_summary(summary: dict[str, Any]) -> bool:
             print(f"shoal: {error.on_command_line()}", file=sys.stderr)
             return False
     return True
-
-
-def _show(summary: dict[str, Any], options: Train, out: TextIO) -> None:
-    from shoal.observe.metrics import jsonable
-
-    if options.json:
-        print(json.dumps(jsonable(summary)), file=out)
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="stopped early" if summary["was_stopped"] else "done", show_header=False, title_justify="left")
-    for name, value in _rows(summary):
-        table.add_row(name, value)
-    Console(file=out).print(table)
-
-
-def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The rows of the summary table; every figure says whether it is measured or counted."""
-    ranks = f"{summary['ranks']} rank{'s' if summary['ranks'] > 1 else ''}"
-    last = f"{summary['loss_last']:.4f} over the last {min(summary['steps'], 10)}"
-    unit = summary["unit"]
-    validation = (
-        "validation loss",
-        "not evaluated" if summary["eval_loss"] is None else f"{summary['eval_loss']:.4f}",
-    )
-    if summary["seconds_to_first_step"] is None:  # the run was resumed at its end
-        made = ("steps", f"{summary['steps']:,}, all made before")
-        return [made, validation, ("run directory", summary["run_directory"] or ""), *_to_resume(summary)]
-    rows = [
-        ("steps", f"{summary['steps']:,} ({summary['tokens']:,} {unit})"),
-        ("loss", f"{summary['loss_first']:.4f} at the first step, {last}"),
-        validation,
-        ("plan", f"{Plan.parse(summary['plan']).brief()} on {ranks}"),
-        (
-            "speed, measured",
-            f"{summary['tokens_per_s']:,.0f} {unit}/s, {summary['step_seconds_median'] * 1e3:.1f} ms a step",
-        ),
-        ("data wait", f"{summary['data_wait_fraction']:.1%} of the time, measured"),
-        *_gradient_sync(summary),
-        ("memory, measured", f"{summary['memory_gib_max']:.2f} GiB peak, largest over ranks"),
-        (
-            "time, measured",
-            f"{summary['seconds_to_first_step']:.1f} s to the first step, {summary['seconds_training']:.1f} s training",
-        ),
-        ("run directory", summary["run_directory"] or "none"),
-    ]
-    if summary.get("saves"):
-        rows.insert(-1, ("checkpoints", f"step {summary['saved_step']:,} saved; {_times(summary['saves'], 'save')}"
-                         f" stalled training for {summary['save_stall_seconds']:.2f} s, measured"))  # fmt: skip
-    if summary.get("saves_failed"):
-        rows.insert(-1, ("NOT saved", f"{_times(summary['saves_failed'], 'save')} failed; see above"))
-    rows += _to_resume(summary)
-    if summary["resumed_from"] is not None or summary["restarts"]:
-        rows.insert(
-            0, ("resumed", f"from step {summary['resumed_from'] or 0:,}; {_times(summary['restarts'], 'restart')}")
-        )
-    if summary["mfu"] is not None:
-        rows.insert(5, ("MFU", f"{summary['mfu']:.1%} of the datasheet's peak"))
-    if summary["skipped_steps"]:
-        rows.insert(1, ("skipped steps", f"{summary['skipped_steps']} with gradients that were not finite"))
-    return rows
-
-
-def _to_resume(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """How to resume a stopped run whose last step is saved."""
-    if not summary["was_stopped"] or summary.get("saved_step") != summary["steps"]:
-        return []
-    return [("to resume", f"give the same command; it starts at step {summary['steps']:,}")]
-
-
-def _gradient_sync(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The time of communication between replicas, where it is known."""
-    if summary["comm_overlap_fraction"] is None:
-        return []
-    text = (
-        f"{summary['comm_fraction']:.1%} of the time, {summary['comm_overlap_fraction']:.0%} of that overlapped,"
-        f" measured; {summary['comm_bytes'] / 1e6:,.3f} MB a step from rank 0, counted"
-    )
-    return [("gradient sync", text)]
-
-
-def _times(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"

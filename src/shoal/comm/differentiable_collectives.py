@@ -6,6 +6,8 @@ leave        sum over the group                        identity
 gather       the tokens of all ranks                   sum, of which each rank keeps its own tokens
 scatter      sum, of which each rank keeps its tokens  the tokens of all ranks
 scatter_last my features of a replicated tensor        the features of all ranks
+divide       my tokens of a replicated tensor          the tokens of all ranks
+join         the tokens of all ranks                   my tokens of a replicated gradient
 """
 
 from __future__ import annotations
@@ -51,6 +53,16 @@ def gather_last(x: Tensor, group: dist.ProcessGroup, total: int) -> Tensor:
 def scatter_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return my features of a replicated tensor."""
     return _applied(_ScatterLast, x, group)
+
+
+def divide_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return my tokens of a replicated tensor."""
+    return _applied(_DivideTokens, x, group)
+
+
+def join_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather the tokens of all ranks into a replicated tensor."""
+    return _applied(_JoinTokens, x, group)
 
 
 def _applied(function: Any, *arguments: Any) -> Tensor:
@@ -138,3 +150,31 @@ class _ScatterLast(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
         return join(grads[0], -1, ctx.group, ctx.total), None
+
+
+class _DivideTokens(torch.autograd.Function):
+    """Forward: my tokens of all. Backward: the gradients of the tokens of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return my_part(x, TOKENS, group).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
+        return all_gather(grads[0], TOKENS, ctx.group), None
+
+
+class _JoinTokens(torch.autograd.Function):
+    """Forward: the tokens of all ranks. Backward: my own; every rank computes the same from all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return as_output(all_gather(x, TOKENS, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
+        return my_part(grads[0], TOKENS, ctx.group).contiguous(), None

@@ -68,7 +68,7 @@ class Mesh:
         any time. All ranks must call it in the same order."""
         mine: dist.ProcessGroup | None = None
         for ranks in self.layout.groups(axis):
-            group = new_group(self.session, ranks, timeout=self.timeout)
+            group = new_group(self.session, ranks, timeout=self.timeout, group_desc=axis)
             if self.rank in ranks:
                 mine = group
                 keep_after_closing(group)

@@ -39,6 +39,8 @@ class Board:
         self._rows: np.ndarray[Any, np.dtype[np.float64]] = np.memmap(path, np.float64, "r+", shape=(2, size, WIDTH))
         self._rank, self._size, self._timeout = rank, size, timeout
         self._exchange = int(self._rows[:, rank, 0].max())  # continue after an earlier world of this process
+        self.summed = self._exchange
+        """The number of the last exchange that this rank has read."""
 
     @staticmethod
     def create(path: Path, size: int) -> None:
@@ -57,9 +59,15 @@ class Board:
         row[0] = self._exchange
         return self._exchange
 
+    @property
+    def posted(self) -> int:
+        """The number of the last exchange to which this rank has contributed."""
+        return self._exchange
+
     def sum(self, exchange: int, num_values: int) -> list[float]:
         """Sum over all ranks, in rank order, so that all have the same bits; wait for ranks that are late."""
         rows = [self._row(exchange, rank)[1 : 1 + num_values] for rank in range(self._size)]
+        self.summed = exchange
         return np.sum(rows, axis=0).tolist()  # type: ignore[no-any-return]
 
     def _row(self, exchange: int, rank: int) -> np.ndarray[Any, np.dtype[np.float64]]:

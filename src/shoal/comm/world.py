@@ -26,10 +26,12 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.collectives import all_gather_plain
+from shoal.comm.heartbeat.heart import heart
 from shoal.comm.rendezvous.authenticated_store import SealedStore
 from shoal.comm.rendezvous.environment import Placement
-from shoal.comm.rendezvous.handshake import agree, mac
+from shoal.comm.rendezvous.handshake import agree
 from shoal.comm.rendezvous.key import key_of
+from shoal.comm.rendezvous.mac import mac
 from shoal.comm.rendezvous.network_interface import interface_towards, listening_socket, loopback
 from shoal.comm.rendezvous.session import Session
 from shoal.comm.shared_board import Board
@@ -117,6 +119,8 @@ class World:
         if is_owner:
             _choose_interface(place)
             session = _make_group(place, backend=backend, timeout=timedelta(seconds=timeout), store=store)
+        if (beating := heart()) is not None:
+            beating.rank, beating.num_ranks = place.rank, place.world_size
         world = cls(
             rank=place.rank,
             size=place.world_size,
@@ -155,7 +159,7 @@ class World:
         rank must call this."""
         if self.size == 1:
             return self
-        group = self.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        group = self.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout), group_desc="background")
         keep_after_closing(group)
         return replace(self, control_group=group, is_owner=False, board=None)
 
@@ -195,7 +199,10 @@ class World:
 def _board_of(place: Placement, timeout: float) -> Board | None:
     if place.board is None or place.world_size == 1 or not place.board.exists():
         return None
-    return Board(place.board, rank=place.rank, size=place.world_size, timeout=timeout)
+    board = Board(place.board, rank=place.rank, size=place.world_size, timeout=timeout)
+    if (beating := heart()) is not None:
+        beating.exchanges = board
+    return board
 
 
 def _destroy_within(seconds: float, device: torch.device) -> None:
@@ -404,7 +411,7 @@ def _cpu_group(session: Session | None, timeout: timedelta) -> dist.ProcessGroup
     assert world is not None
     group: dist.ProcessGroup = world
     if "cpu:" not in dist.get_backend_config():  # it says `cpu:gloo,cuda:nccl`
-        group = new_group(session, backend="gloo", timeout=timeout)
+        group = new_group(session, backend="gloo", timeout=timeout, group_desc="control")
     return group
 
 

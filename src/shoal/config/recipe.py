@@ -1,7 +1,7 @@
 """The recipe: all settings of a run, as data. A YAML file holds it; the command line can override any key.
 
 Every field is documented below its default. The command line, its help and the JSON schema are derived from here, so a
-setting is defined in this file only.
+setting is defined in one place: here, or for `data:` in data_section.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.validation.bounds import MOST_BATCH, MOST_RANKS, MOST_SEQUENCE, check_bounds
+from shoal.blueprint.validation.bounds import MOST_RANKS, check_bounds
+from shoal.config.data_section import DataSection as DataSection
 from shoal.config.duration import Duration
 from shoal.config.fields import (
     BelowOne,
@@ -78,71 +79,6 @@ class ModelSection(Section):
         """The arguments of the model's builder."""
         preset = {} if self.preset is None else {"preset": self.preset}
         return {**preset, **(self.model_extra or {})}
-
-
-class DataSection(Section):
-    """The training data, and how it is cut into samples."""
-
-    source: str = "python"
-    """`python`: the source of Python's own standard library, which every machine has. `synthetic`: generated samples.
-    `hf:NAME`: a Hugging Face dataset. Else a path: a text file or a folder of them, `.jsonl`, token shards (`.bin`,
-    `.npy`, or a folder of those), or a folder with one folder of images per class."""
-
-    format: Literal["auto", "text", "jsonl", "chat", "tokens", "images"] = "auto"
-    """The format of the files at a path. chat: JSONL with conversations or instructions, of which answers alone are
-    trained (docs/finetune.md). auto: by their endings, and JSONL by the keys of its first line."""
-
-    tokenizer: str = "auto"
-    """`bytes`: every byte is a token. Else a Hugging Face `tokenizer.json`, or a folder with one, whose chat template
-    is used (needs the extra `hf`). auto: that of a model `hf:FOLDER`, else bytes."""
-
-    pack: bool = False
-    """Of conversations: True: several share a sample, and none sees another. False: each is padded to `seq_len`."""
-
-    seq_len: Annotated[PositiveInt, Field(le=MOST_SEQUENCE)] = 256
-    """Tokens per sample."""
-
-    global_batch: Annotated[PositiveInt, Field(le=MOST_BATCH)] = 32
-    """Samples per optimizer step, over all ranks and microbatches. It does not change with the number of ranks."""
-
-    mask_documents: bool = False
-    """True: documents packed into one sample do not attend to each other, and none predicts the next one's first
-    token."""
-
-    validation: BelowOne = 0.01
-    """The fraction of the samples that is held out for evaluation."""
-
-    text_field: str = "text"
-    """The key that holds the text in JSONL or in a Hugging Face dataset."""
-
-    token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
-    """The dtype of tokens in a `.bin` file."""
-
-    end_token: Annotated[int, Field(ge=0)] | None = None
-    """The token id that ends a document in token shards; `mask_documents` needs it there. Text uses the tokenizer's."""
-
-    image_size: PositiveInt = 32
-    """Height and width that images are scaled to."""
-
-    synthetic_samples: PositiveInt = 4096
-    """The number of samples of `synthetic`."""
-
-    synthetic_kind: Literal["tokens", "images"] = "tokens"
-    """The kind of samples of `synthetic`."""
-
-    vocabulary: PositiveInt = 256
-    """The number of different tokens of `synthetic`, or of classes of its images."""
-
-    changed: Literal["reject", "accept"] = "reject"
-    """Whether a run resumes when `source` has changed since its checkpoint was saved. The number of samples and a
-    fingerprint of them are compared (docs/concepts/data-order.md). accept: resume on the changed data."""
-
-    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Processes that prepare batches. 0: a thread of the training process. auto: time the first batches, and start
-    processes if one takes more than 10 ms."""
-
-    prefetch: PositiveInt = 2
-    """Batches prepared ahead, per worker."""
 
 
 class OptimSection(Section):
@@ -230,8 +166,8 @@ class LaunchSection(Section):
 
     timeout: Annotated[float, Number, Field(gt=0, le=1e8)] = 600.0
     """The longest wait in seconds. It applies to a rank that waits for others in a step or a save, or for a batch. It
-    also applies to the launcher that waits for ranks after one has ended, or for a stopped one (SIGSTOP). Set it longer
-    than the slowest save."""
+    also applies to the launcher that waits for ranks after one has ended. Ranks that hang in a step are ended much
+    earlier (docs/faults.md). Set it longer than the slowest save."""
 
     grace_period: PositiveFloat = 30.0
     """Seconds that ranks have to finish their step and to save after Ctrl-C, SIGTERM or SIGUSR1. Then they are

@@ -10,7 +10,7 @@ from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 
 FREE = (
-    *("launch.", "checkpoint.", "comm.", "data.workers", "data.prefetch", "data.changed", "plan"),
+    *("launch.", "checkpoint.", "comm.", "data.workers", "data.prefetch", "data.changed", "data.cache", "plan"),
     *("run.dir", "run.start_from", "run.overwrite", "run.name", "run.duration", "run.log_every", "run.evaluate_every"),
     *("run.per_rank_metrics", "run.trackers", "run.on_nan", "run.deterministic", "run.fast_dev_run", "run.bucket_mb"),
     *("run.planned", "run.find_unused_parameters", "run.compile", "run.attention", "run.loss", "run.recompute_swiglu"),

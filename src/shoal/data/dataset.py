@@ -42,7 +42,7 @@ class Dataset(Protocol):
         """These samples, in this order, stacked along dim 0."""
 
     def describe(self) -> str:
-        """One line about its origin and size."""
+        """One line about its origin and size; of a mixture, one for each of its sources."""
 
     def digest(self) -> str:
         """A hash of the samples; empty: the settings decide all samples."""

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from shoal.data.dataset import Batch, Dataset
-from shoal.data.order import share, stream_ids
+from shoal.data.mixture import batch_ids
+from shoal.data.order import share
 from shoal.data.prefetch import Inline, Prefetch, Processes, Thread
 from shoal.errors import ShoalError
 
@@ -50,8 +51,7 @@ class RankStream:
     def __getitem__(self, position: int) -> Batch:
         """This rank's part of the global batch that starts at `position`."""
         part = share(self.batch, self.coordinate, self.degree)
-        ids = stream_ids(self.seed, len(self.dataset), position + part.start, part.stop - part.start)
-        return self.dataset.batch(ids)
+        return self.dataset.batch(batch_ids(self.dataset, self.seed, position, self.batch, part))
 
 
 class Loader:

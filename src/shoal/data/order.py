@@ -72,7 +72,7 @@ def stream_ids(seed: int, size: int, start: int, count: int) -> npt.NDArray[np.i
     return together[begin : begin + count]
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=256)  # of 32 KiB; a mixture reads one for each source
 def _block(seed: int, size: int, number: int) -> npt.NDArray[np.int64]:
     ids = sample_ids(seed, size, number * _BLOCK, _BLOCK)
     ids.flags.writeable = False  # callers share it

@@ -21,6 +21,8 @@ T = TypeVar("T")
 FIRST_PAUSE = 0.05
 """Seconds before the first restart; a killed process needs no waiting."""
 LONGEST_PAUSE = 30.0
+_STACK = "\n  stack of rank "
+"""Begins the stack of a rank that hung; the traceback of an exception is left out where the run continues."""
 LONG_ENOUGH = 300.0
 """Seconds of a generation after which its failure counts as unrelated to the one before: pauses start over."""
 
@@ -34,7 +36,9 @@ def pause_before(restart: int) -> float:
     return FIRST_PAUSE if restart == 1 else min(LONGEST_PAUSE, 2.0 ** (restart - 2))
 
 
-def with_restarts(start: Callable[[int], T], *, most: int, say: Callable[[str], None]) -> T:
+def with_restarts(
+    start: Callable[[int], T], *, most: int, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
+) -> T:
     """Return `start(generation)`, restarted when it fails.
 
     `most` is the number of restarts since the newest saved step, so a run that makes progress is restarted without a
@@ -58,10 +62,10 @@ def with_restarts(start: Callable[[int], T], *, most: int, say: Callable[[str], 
                 raise
             used, before = used + 1, cause
             recent = 1 if time.monotonic() - began > LONG_ENOUGH else recent + 1
-            first = str(error).splitlines()[0]
+            first = str(error).partition("\n    fix:")[0] if _STACK in str(error) else str(error).splitlines()[0]
             since = f" since step {newest} was saved" if newest >= 0 else ""
             say(f"{first}\n  restarting all workers from the last checkpoint: restart {used} of {most}{since}")
-            time.sleep(pause_before(recent))
+            sleep(pause_before(recent))
     raise AssertionError("a generation either returns or raises")
 
 

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shoal.errors import LostPeer, RunFailed, ShoalError
+from shoal.launch import cgroup
 
 HEAD_START = 2.0  # seconds: the parent sees a sudden death later than the peers, whose connections break
 SHORT_OF_MEMORY = 0.9  # of the host's memory in use
@@ -121,15 +122,25 @@ def sudden_end(rank: int, exit_code: int, memory: Memory) -> Failure:
 
 def as_exception(failure: Failure, *, directory: Path, num_workers: int) -> ShoalError:
     """A user's error as the worker raised it; anything else as a `RunFailed` with the worker's traceback."""
-    with contextlib.suppress(FileNotFoundError):
-        error = pickle.loads(_error_path(directory, failure.rank).read_bytes())
-        assert isinstance(error, ShoalError)
+    if error := raised_error(directory, failure.rank):
         return error
     rank = f"rank {failure.rank} of {num_workers}"
-    text = f"{rank} {failure.what}" if failure.is_sudden else f"{rank} failed: {failure.what}\n{failure.details}"
+    details = f"\n{failure.details}" if failure.details else ""
+    text = (
+        f"{rank} {failure.what}{details}" if failure.is_sudden else f"{rank} failed: {failure.what}\n{failure.details}"
+    )
     failed = RunFailed(text, fix=failure.fix, code=failure.code)
     failed.may_pass = failure.may_pass
     return failed
+
+
+def raised_error(directory: Path, rank: int) -> ShoalError | None:
+    """The `ShoalError` that a worker raised; None: it raised none."""
+    with contextlib.suppress(FileNotFoundError):
+        error = pickle.loads(_error_path(directory, rank).read_bytes())
+        assert isinstance(error, ShoalError)
+        return error
+    return None
 
 
 @dataclass(slots=True)
@@ -139,11 +150,14 @@ class Memory:
     total: int = 0
     recent: tuple[int, ...] = ()
     oom_kills_before: int | None = None
+    own_oom_kills_before: int | None = None
+    """Those of this control group; None: it has no counter."""
 
     def look(self) -> None:
         """Record the memory in use now."""
         if self.oom_kills_before is None:
             self.oom_kills_before = _counter("/proc/vmstat", "oom_kill")
+            self.own_oom_kills_before = cgroup.oom_kills()
         available = _counter("/proc/meminfo", "MemAvailable:") * 1024
         self.total = _counter("/proc/meminfo", "MemTotal:") * 1024
         self.recent = (*self.recent[-24:], self.total - available)
@@ -152,9 +166,18 @@ class Memory:
         """The end of a sentence about a lack of host memory; empty: there was none."""
         used = max(self.recent, default=0)
         numbers = f"host memory in use was {used / 2**30:.1f} of {self.total / 2**30:.1f} GiB"
-        if self.oom_kills_before is not None and _counter("/proc/vmstat", "oom_kill") > self.oom_kills_before:
+        own = cgroup.oom_kills()
+        if own is not None and own > (self.own_oom_kills_before or 0):
+            most = cgroup.limit()
+            of = f"; its limit is {most / 2**30:.1f} GiB" if most else ""
+            return f": the kernel killed a process of this control group for lack of memory{of}; {numbers}"
+        if own is None and self._host_killed():
             return f": the kernel killed a process for lack of memory; {numbers}"
         return f"; {numbers}: it likely ran out" if used > SHORT_OF_MEMORY * self.total > 0 else ""
+
+    def _host_killed(self) -> bool:
+        """Whether the host killed any process, where this control group has no counter."""
+        return self.oom_kills_before is not None and _counter("/proc/vmstat", "oom_kill") > self.oom_kills_before
 
 
 def _counter(path: str, name: str) -> int:

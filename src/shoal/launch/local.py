@@ -44,6 +44,7 @@ from shoal.launch import shutdown
 from shoal.launch.failure import Failure, Memory, as_exception, first_failure, read_failure, sudden_end
 from shoal.launch.process import is_stopped
 from shoal.launch.scratch import scratch_folder
+from shoal.launch.watch.watcher import Watcher
 from shoal.launch.worker import PASSED_ON, Assignment, board_path, saved_path, value_path, work
 
 T = TypeVar("T")
@@ -137,6 +138,8 @@ class WorkerGroup:
     stopped: dict[int, float] = field(default_factory=dict)
     """Rank → seconds for which it was seen stopped by a signal, without a break."""
     memory: Memory = field(default_factory=Memory)
+    watcher: Watcher | None = None
+    """Finds ranks that hang; None: there is no shared memory for heartbeats."""
     lifeline_end: Any = None
 
     def start(self, method: str, nproc: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -147,6 +150,7 @@ class WorkerGroup:
         lifeline, self.lifeline_end = context.Pipe(duplex=False)
         key = secrets.token_bytes(32)
         Board.create(board_path(self.directory), nproc)
+        self.watcher = Watcher.start(self.directory, nproc, timeout=self.timeout, turn=TURN)
         with lifeline, _signals_blocked():  # until a forked worker has installed its own handlers
             for rank in range(nproc):
                 assignment = Assignment(
@@ -172,6 +176,7 @@ class WorkerGroup:
             for end in wait(list(self.running), timeout=TURN):
                 self._note_end(end)
             self._check_running()
+            self._fence_hung()
             if self.signals:
                 self._pass_on(self.signals.pop(0))
             if not any(self.ended.values()) and not self._overdue():
@@ -193,7 +198,7 @@ class WorkerGroup:
             raise KeyboardInterrupt
         if self.cause is None and self.passed_on is not None:
             raise SystemExit(128 + self.passed_on)
-        cause = self.cause or first_failure(failures)
+        cause = self.cause or self._with_collectives(first_failure(failures))
         error = as_exception(cause, directory=self.directory, num_workers=len(self.processes))
         if isinstance(error, RunFailed):
             with contextlib.suppress(OSError, ValueError):
@@ -259,11 +264,22 @@ class WorkerGroup:
         time_to_settle = SETTLE_ON_ECHO if candidate.is_echo else SETTLE  # [3]
         if self.running and time.monotonic() < since + time_to_settle:
             return
-        self.cause = candidate
+        self.cause = self._with_collectives(candidate)
         self.deadline = time.monotonic() + self.grace
         self._signal_all(signal.SIGTERM)
         for rank in self.stopped:  # a stopped process acts on no other signal
             self._signal(rank, signal.SIGKILL)
+
+    def _fence_hung(self) -> None:
+        """End a rank that holds up the others, before they time out."""
+        if self.watcher is None or self.cause or self.passed_on or any(self.ended.values()):
+            return
+        pids = {rank: _pid(self.processes[rank]) for rank in self.running.values() if rank not in self.returned}
+        self.cause = self.watcher.look(pids)
+        if self.cause is not None:
+            self._signal(self.cause.rank, signal.SIGKILL)
+            self.deadline = time.monotonic() + self.grace
+            self._signal_all(signal.SIGTERM)
 
     def _check_running(self) -> None:
         """Record which workers have returned or are stopped; kill those that do not exit after their return."""
@@ -306,6 +322,9 @@ class WorkerGroup:
             what = f"was stopped by a signal (SIGSTOP), and {waited}"
             return Failure(code="N025", rank=rank, at=candidate.at, what=what, is_sudden=True, may_pass=True)
         return candidate
+
+    def _with_collectives(self, failure: Failure) -> Failure:
+        return failure if self.watcher is None else self.watcher.explain(failure)
 
     def _pass_on(self, number: int) -> None:
         if self.passed_on is not None:  # a second signal kills

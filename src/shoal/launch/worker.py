@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shoal.comm.heartbeat.heart import heart, start_heart
 from shoal.comm.rendezvous.environment import Placement
 from shoal.launch.failure import failure_of, write_failure
 from shoal.launch.shutdown import leave_in_time
@@ -58,9 +59,13 @@ def work(assignment: Assignment, function: Callable[..., Any], args: tuple[Any, 
     rank, directory = assignment.rank, assignment.directory
     try:
         value = function(_placement(assignment), _store(assignment), *args)
+        if (beating := heart()) is not None:
+            beating.stop()
         _write_atomically(value_path(directory, rank), pickle.dumps(value))
         leave_in_time(0, name=f"rank {rank}", timeout=assignment.timeout)
     except BaseException as error:
+        if (beating := heart()) is not None:
+            beating.stop_after_failure()
         write_failure(directory, failure_of(rank, error), error)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -100,6 +105,16 @@ def board_path(directory: Path) -> Path:
     return directory / "board"
 
 
+def heartbeat_path(directory: Path) -> Path:
+    """The file in which the workers write their heartbeats."""
+    return directory / "heartbeats"
+
+
+def stack_path(directory: Path, rank: int) -> Path:
+    """The file into which a worker writes its stacks."""
+    return directory / f"stacks-{rank}.txt"
+
+
 def value_path(directory: Path, rank: int) -> Path:
     """The file with the return value of a worker."""
     return directory / f"value-{rank}.pickle"
@@ -135,6 +150,12 @@ def _set_up(assignment: Assignment) -> None:
         assignment.to_close.close()
     end_with_parent(assignment.lifeline, assignment.directory)
     os.environ.update(assignment.environ)
+    start_heart(
+        heartbeat_path(assignment.directory),
+        index=assignment.rank,
+        size=assignment.num_workers,
+        stack_file=stack_path(assignment.directory, assignment.rank),
+    )
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all peers are on this host
 

@@ -6,7 +6,6 @@ Every sink takes the same flat record `{"step": 3, "loss": 5.1, ...}`. The keys 
 from __future__ import annotations
 
 import json
-import math
 import os
 import resource
 import sys
@@ -22,6 +21,7 @@ import torch
 from shoal.errors import needs
 from shoal.files import opened
 from shoal.observe.durable_write import room, sync
+from shoal.observe.jsonable import jsonable
 
 Record = Mapping[str, Any]
 Say = Callable[[str], None]
@@ -206,12 +206,3 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes there and KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def jsonable(record: Record) -> dict[str, Any]:
-    """The record with NaN and infinity as strings, since JSON has no such numbers.
-
-    >>> jsonable({"step": 1, "loss": float("nan")})
-    {'step': 1, 'loss': 'nan'}
-    """
-    return {n: str(v) if isinstance(v, float) and not math.isfinite(v) else v for n, v in record.items()}

@@ -33,7 +33,7 @@ from shoal.config.resume_compat import changes, reject_changes
 from shoal.errors import ShoalError
 from shoal.files import opened, read_regular
 from shoal.observe.durable_write import FULL, make_directory, room, sync, write_whole
-from shoal.observe.metrics import jsonable
+from shoal.observe.jsonable import jsonable
 from shoal.safe_parsing import parse_yaml, read_text
 from shoal.version import __version__
 

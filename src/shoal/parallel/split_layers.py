@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from shoal.blueprint.description import Description, Split, matches
+from shoal.blueprint.placement import cut_dim, divides_tokens_of
 from shoal.errors import ShoalError
 from shoal.parallel.tensor import (
     ColumnParallelLinear,
@@ -21,7 +23,11 @@ from shoal.parallel.tensor import (
 )
 from shoal.parallel.tensor_parts.all_tokens import gather_around
 from shoal.parallel.tensor_parts.attributes import divide_attributes
+from shoal.parallel.tensor_parts.between_blocks import divide_between
+from shoal.parallel.tensor_parts.linear_dims import PLAIN, linear_dims
 from shoal.parallel.tensor_parts.shared_pieces import share_pieces
+from shoal.parallel.tensor_parts.single_parameters import cut_parameters
+from shoal.parallel.tensor_parts.transposed import TRANSPOSED_LAYERS, RowParallelTransposed
 
 SPLIT_LAYERS: Mapping[tuple[Split, type[nn.Module]], type[nn.Module]] = {
     (Split.COLUMN, nn.Linear): ColumnParallelLinear,
@@ -31,7 +37,7 @@ SPLIT_LAYERS: Mapping[tuple[Split, type[nn.Module]], type[nn.Module]] = {
 }
 
 
-WHOLE = (Split.SEQUENCE, Split.HEADS, Split.ALL_TOKENS, Split.EXPERTS)
+WHOLE = (Split.SEQUENCE, Split.HEADS, Split.LATENT, Split.ALL_TOKENS, Split.EXPERTS)
 """Layers that tp does not cut; with sequence parallelism each rank uses them for its own tokens."""
 
 
@@ -46,29 +52,40 @@ def split(model: nn.Module, names: Iterable[str], description: Description, tens
             parts = next((sizes for pattern, sizes in description.parts.items() if matches(pattern, inner)), ())
             if parts:
                 tensor.parts |= {f"{inner}.{own}": parts for own, _ in layer.named_parameters(recurse=False)}
-            if how is not None:
-                _split_layer(layer, inner, how, tensor, pieces)
+            if how is Split.REGION:
+                splits = (description.split_of(one) for one, _ in layer.named_modules(prefix=inner))
+                _hook_region(layer, tensor, is_deep=Split.LATENT in splits)
+            elif how is not None:
+                divides = tensor.splits_tokens and divides_tokens_of(description, inner)
+                _split_layer(layer, inner, how, tensor, pieces, divides_tokens=divides)
+                _check_cut(layer, inner, description, tensor)
+            if tensor.splits_tokens and inner in description.token_blocks:
+                divide_between(layer, inner, description.token_blocks, tensor)
             for pattern, numbers in description.per_rank.items():
                 if matches(pattern, inner):
                     divide_attributes(layer, numbers, tensor.degree)
+        cut_parameters(model.get_submodule(name), name, description, tensor)
     share_pieces(model, names, pieces, tensor.cuts)
 
 
 def _split_layer(
-    layer: Any, name: str, how: Split, tensor: TensorParallel, pieces: dict[nn.Parameter, nn.Parameter]
+    layer: Any,
+    name: str,
+    how: Split,
+    tensor: TensorParallel,
+    pieces: dict[nn.Parameter, nn.Parameter],
+    *,
+    divides_tokens: bool,
 ) -> None:
     names = [f"{name}.{own}" for own, _ in layer.named_parameters(recurse=how in WHOLE)]
-    if how is Split.HEADS or (how in WHOLE and tensor.splits_tokens):
+    if how in (Split.HEADS, Split.LATENT) or (how in WHOLE and divides_tokens):
         tensor.partial.update(names)
-    if how is Split.SEQUENCE and tensor.splits_tokens and type(layer) is nn.Embedding:
+    if how is Split.SEQUENCE and divides_tokens and type(layer) is nn.Embedding:
         become(layer, PositionEmbedding, tensor, pieces)
-    if how is Split.ALL_TOKENS and tensor.splits_tokens:
+    if how is Split.ALL_TOKENS and divides_tokens:
         assert tensor.group is not None
         gather_around(layer, tensor.group)
-    if how is Split.REGION:
-        layer.register_forward_pre_hook(tensor.enter_region, with_kwargs=True)
-        layer.register_forward_hook(tensor.leave_region, always_call=True)  # recompute stops inside of a region
-    if how in (*WHOLE, Split.REGION) or (how is Split.VOCABULARY and next(layer.children(), None) is not None):
+    if how in WHOLE or (how is Split.VOCABULARY and next(layer.children(), None) is not None):
         return
     if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
         return  # split by the model's author
@@ -80,6 +97,8 @@ def _split_layer(
         )
     own: Any = type(layer)
     kind: Any = SPLIT_LAYERS.get((how, own)) or getattr(own, "split_forms", {}).get(how)
+    if kind is None and how in (Split.COLUMN, Split.ROW) and (dims := linear_dims(layer)) is not None:
+        kind = SPLIT_LAYERS[how, nn.Linear] if dims is PLAIN else TRANSPOSED_LAYERS[how]
     if kind is None and how is Split.VOCABULARY and isinstance(layer, nn.Embedding):
         kind = vocabulary_parallel(own)
     if kind is None:
@@ -91,8 +110,26 @@ def _split_layer(
         )
     become(layer, kind, tensor, pieces, tensor.parts.get(f"{name}.weight", ()))
     _note(layer, name, tensor)
+    layer.sees_all_tokens = tensor.splits_tokens and not divides_tokens
     if kind is VocabularyParallelHead:
         tensor.num_logits = layer.out_features
+
+
+def _hook_region(layer: nn.Module, tensor: TensorParallel, *, is_deep: bool) -> None:
+    layer.register_forward_pre_hook(partial(tensor.enter_region, is_deep=is_deep), with_kwargs=True)
+    layer.register_forward_hook(tensor.leave_region, always_call=True)  # recompute stops inside of a region
+
+
+def _check_cut(layer: Any, name: str, description: Description, tensor: TensorParallel) -> None:
+    """Reject a description that cuts a weight along another dim than the layer needs: predictions count by it."""
+    weight = f"{name}.weight"
+    said, cut = cut_dim(description, weight), tensor.cuts.get(weight)
+    if cut is not None and said != cut:
+        raise ShoalError(
+            f"{weight} of a {type(layer).__name__} is cut along dim {cut}, but the description says {said}",
+            fix=f'Description(cuts={{"{weight}": {cut}}})',
+            code="M140",
+        )
 
 
 def note_split_layers(model: nn.Module, tensor: TensorParallel) -> dict[str, tuple[int, ...]]:
@@ -133,5 +170,6 @@ def _note(layer: Any, name: str, tensor: TensorParallel) -> None:
     layer.full_name = name
     tensor.cuts |= {f"{name}.{own}": dim for own, dim in layer.cut.items() if getattr(layer, own, None) is not None}
     tensor.partial |= {f"{name}.{own}" for own in getattr(layer, "partial", ())}
-    if isinstance(layer, RowParallelLinear) and tensor.splits_tokens and layer.bias is not None:
+    is_row = isinstance(layer, RowParallelLinear | RowParallelTransposed)
+    if is_row and tensor.splits_tokens and layer.bias is not None:
         tensor.partial.add(f"{name}.bias")

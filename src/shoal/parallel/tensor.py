@@ -63,13 +63,16 @@ class TensorParallel:
         self._inside: Tensor | None = None
         self._region: Tensor | None = None
         """The input of the region that is running, if it entered before the region's first layer."""
+        self._is_deep = False
+        """Whether layers of that region may read what whole layers inside of it compute."""
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Pass a replicated tensor into a split region. Queries, keys and values read one x: it enters once."""
+    def enter(self, x: Tensor, *, all_tokens: bool = False) -> Tensor:
+        """Pass a replicated tensor into a split region. Queries, keys and values read one x: it enters once.
+        `all_tokens`: `sp` does not divide those of x."""
         if self.group is None:
             return x
         if self._region is not None:
-            if x is not self._region:
+            if x is not self._region and not self._is_deep:
                 raise ShoalError(
                     "a layer that is split by COLUMN must read the input of its region, got another tensor",
                     fix="tp=1, or a description without Split.REGION for it",
@@ -79,16 +82,19 @@ class TensorParallel:
         if self._outside is not x or self._inside is None:
             self._outside = x
             wide = in_autocast_dtype(x)  # cast before it is sent, as the product would
-            if self.splits_tokens:
+            if self.splits_tokens and not all_tokens:
                 _check_tokens(wide)
                 self._inside = gather_tokens(wide, self.group)
             else:
                 self._inside = enter(wide, self.group)
         return self._inside
 
-    def enter_region(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def enter_region(
+        self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], *, is_deep: bool = False
+    ) -> Any:
         """A hook before a region: its input, the first argument or `hidden_states`, enters. Code inside that reads the
         shape of its input then sees all tokens, as its layers do."""
+        self._is_deep = is_deep
         self._region = None  # a recomputation ends inside of a region, as soon as it has all that was saved
         if arguments and isinstance(arguments[0], Tensor):
             self._region = self.enter(arguments[0])
@@ -100,13 +106,13 @@ class TensorParallel:
         """A hook after a region."""
         self._region = None
 
-    def leave(self, x: Tensor) -> Tensor:
-        """Sum the partial results of a split region into a replicated tensor."""
+    def leave(self, x: Tensor, *, all_tokens: bool = False) -> Tensor:
+        """Sum the partial results of a split region into a replicated tensor; `all_tokens`: without dividing it."""
         self._outside = self._inside = None  # the region has ended: release what it read
         if self.group is None:
             return x
-        if self.splits_tokens:
-            self._check_divisible(x)
+        if self.splits_tokens and not all_tokens:
+            self.check_divisible(x)
             return scatter_tokens(x, self.group)
         return leave(x, self.group)
 
@@ -139,7 +145,8 @@ class TensorParallel:
         finally:
             self.keeps_logits_split = before
 
-    def _check_divisible(self, x: Tensor) -> None:
+    def check_divisible(self, x: Tensor) -> None:
+        """Reject tokens that tp does not divide."""
         if x.shape[TOKENS] % self.degree:
             raise ShoalError(
                 f"the sequence length must be divisible by tp={self.degree}, got {x.shape[TOKENS]} tokens",
@@ -238,6 +245,8 @@ class VocabularyParallelEmbedding(nn.Embedding):
     cut: ClassVar[dict[str, int]] = {"weight": 0}
     tensor: TensorParallel
 
+    sees_all_tokens = False
+    """Whether `sp` divides no tokens here."""
     was_read: bool
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -251,7 +260,8 @@ class VocabularyParallelEmbedding(nn.Embedding):
         if padding is not None and not 0 <= padding < self.weight.shape[0]:
             padding = None  # another rank has it
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
-        return self.tensor.leave(rows.masked_fill(elsewhere[..., None], 0.0))
+        summed = rows.masked_fill(elsewhere[..., None], 0.0)
+        return self.tensor.leave(summed, all_tokens=self.sees_all_tokens)
 
 
 @cache
@@ -279,10 +289,12 @@ class VocabularyParallelHead(nn.Linear):
 
     cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
     tensor: TensorParallel
+    sees_all_tokens = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Map a replicated tensor to logits."""
-        return self.tensor.leave_logits(F.linear(self.tensor.enter(x), self.weight, self.bias))
+        inside = self.tensor.enter(x, all_tokens=self.sees_all_tokens)
+        return self.tensor.leave_logits(F.linear(inside, self.weight, self.bias))
 
 
 class PositionEmbedding(nn.Embedding):

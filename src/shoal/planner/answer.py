@@ -11,6 +11,7 @@ from shoal.config.parse_units import count_of
 from shoal.errors import Problem, ShoalError, nearest, raise_if
 from shoal.planner.alternatives import Rejected, alternatives
 from shoal.planner.explain import Laws, Move, RuleOfThumb, Scale, laws, moves, rules_of_thumb, scaling
+from shoal.planner.faults import Faults, predict_faults, read_times
 from shoal.planner.flag_suggestions import Suggestion, suggestions
 from shoal.planner.lint.lint import Lint, lint
 from shoal.planner.request import PlanRequest
@@ -110,6 +111,8 @@ class Answer:
     scaling: list[Scale] = field(default_factory=list)
     rules_of_thumb: list[RuleOfThumb] = field(default_factory=list)
     tokens: float | None = None
+    faults: Faults | None = None
+    """The part of its time that a run of the first plan trains."""
     command: str | None = None
     """The command that trains by the first plan, with the settings of its prediction."""
 
@@ -143,6 +146,7 @@ def plan(model: str | None = None, **request: Any) -> Answer:
 
 def answer(request: PlanRequest) -> Answer:
     """Search for plans, and explain the first."""
+    read_times(request)
     task, required = request.task(), request.required()
     reject_contradictions(task, Plan.of(required), AS_OPTIONS)
     found = search(task, required, keep=request.top, by=request.by)
@@ -163,6 +167,8 @@ def answer(request: PlanRequest) -> Answer:
         first.task, first.prediction.plan, learning_rate=request.learning_rate, base_batch=request.base_batch
     )
     result.rules_of_thumb = rules_of_thumb(first.task, first.prediction, required) if request.by == "time" else []
+    if request.mtbf is not None:
+        result.faults = predict_faults(request, first.task, first.prediction.plan)
     if request.explain:
         result.explanation = moves(first.task, first.prediction.plan)
         result.laws = laws(first.task, first.prediction)
@@ -235,21 +241,25 @@ def to_mapping(result: Answer) -> dict[str, Any]:
         mapping["scaling"] = [
             {"devices": one.devices, "step_s": one.seconds, "efficiency": one.efficiency} for one in result.scaling
         ]
+    if result.faults is not None:
+        mapping["faults"] = result.faults.to_mapping()
     if result.tokens is not None and result.best:
         mapping["run"] = costs_of_run(result)
     return mapping
 
 
 def costs_of_run(result: Answer) -> dict[str, Any]:
-    """Return days, device-hours and cost of training on all tokens."""
+    """Return days, device-hours and cost of training on all tokens; with those that faults cost, if they are known."""
     assert result.tokens is not None
     first = result.best[0]
-    hours = first.device_hours(result.tokens)
+    useful = 1.0 if result.faults is None else result.faults.goodput.ettr
+    hours = first.device_hours(result.tokens) / useful
+    cost = first.cost(result.tokens)
     return {
         "tokens": result.tokens,
         "days": hours / first.devices / 24,
         "device_hours": hours,
-        "cost": first.cost(result.tokens),
+        "cost": None if cost is None else cost / useful,
     }
 
 

@@ -95,6 +95,20 @@ class PlanRequest:
     price: float | None = None
     """Money for one device and one hour."""
 
+    mtbf: str | None = None
+    """Mean time between faults of one device, such as 50000h: adds the part of its time that a run trains, and what
+    would make it lose less."""
+
+    spares: int = 0
+    """Hosts that wait for another to fail (with --mtbf)."""
+
+    repair: str = "24h"
+    """Until a lost host is back (with --mtbf)."""
+
+    restart: str | None = None
+    """From a fault to the next step, such as 30sec (with --mtbf). None: 60 s and 8.5 ms for each device, which is a
+    line through published restarts."""
+
     learning_rate: float | None = None
     """A learning rate that suits batches of --base-batch samples. A warning follows where the global batch is at least
     twice or at most half of that."""

@@ -24,6 +24,7 @@ from shoal.config.checks.arguments import check_device, check_number, check_whol
 from shoal.config.recipe import ModelSection, Recipe
 from shoal.data.batch import length, rows
 from shoal.data.dataset import Dataset
+from shoal.data.mixture import batch_ids
 from shoal.data.order import sample_ids
 from shoal.data.sources.open import open_datasets
 from shoal.errors import Findings, Problem, listed, nearest, raise_if
@@ -415,7 +416,8 @@ def tokens_for(plan: Plan) -> int:
 
 def _real_batches(recipe: Recipe, dataset: Dataset, steps: int) -> list[Any]:
     size = recipe.data.global_batch
-    return [dataset.batch(sample_ids(recipe.run.seed, len(dataset), step * size, size)) for step in range(steps)]
+    every, seed = slice(0, size), recipe.run.seed
+    return [dataset.batch(batch_ids(dataset, seed, step * size, size, every)) for step in range(steps)]
 
 
 def legal_cases(recipe: Recipe, world_size: int, settings: RecipeSettings) -> Iterator[Case]:

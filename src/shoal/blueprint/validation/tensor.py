@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.blueprint.description import Description, Split, matches, supports_sequence_parallel
-from shoal.blueprint.placement import CUT_DIMS
+from shoal.blueprint.placement import cut_dim, is_divided_by_default
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.description import Shapes, as_pattern, split_of_parameter
 from shoal.errors import Problem, listed
@@ -78,7 +78,7 @@ def _rules_of_features(description: Description, features: Shapes) -> Iterator[_
     seen = set()
     for name, shape in features.items():
         pattern, split = split_of_parameter(name, description)
-        dim = CUT_DIMS.get(split, {}).get(name.rpartition(".")[2]) if split else None
+        dim = cut_dim(description, name) if split else None
         if dim is None or dim >= len(shape) or (pattern, shape[dim]) in seen:  # the bias of a row is not split
             continue
         seen.add((pattern, size := shape[dim]))
@@ -87,7 +87,9 @@ def _rules_of_features(description: Description, features: Shapes) -> Iterator[_
         if split is Split.VOCABULARY:
             yield _Rule(size, f"the {size} of {pattern}", uneven=True)
         else:
-            yield _Rule(size, f"the {size} {'input' if dim else 'output'} features of {pattern}")
+            kinds = {Split.ROW: "input features", Split.COLUMN: "output features"}
+            which = kinds.get(split, "entries") if split else "entries"
+            yield _Rule(size, f"the {size} {which} of {pattern}")
 
 
 def _check_tokens(
@@ -105,7 +107,14 @@ def _check_tokens(
             'sp=off, or splits={"embedding": Split.VOCABULARY, "head": Split.VOCABULARY}',
         )
         return
-    is_on = supports_sequence_parallel(description) if plan.sp is None else plan.sp
+    if plan.sp and plan.layout.pp > 1 and description.token_blocks not in ((), description.blocks):
+        yield Problem(
+            "M141",
+            f"pp={plan.layout.pp} with sp=on divides tokens from the first block to the last, but the model describes"
+            f" {len(description.blocks)} blocks and {len(description.token_blocks)} token_blocks",
+            "sp=off, or pp=1",
+        )
+    is_on = is_divided_by_default(description) if plan.sp is None else plan.sp
     tp, cp = plan.layout.tp, plan.layout.cp
     if is_on and sequence is not None and sequence % (tp * cp):
         around = sorted({max(1, sequence // (tp * cp)) * tp * cp, -(-sequence // (tp * cp)) * tp * cp})

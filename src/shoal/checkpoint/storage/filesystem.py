@@ -202,7 +202,7 @@ class Filesystem:
         if self._due("kill_at"):
             os.kill(os.getpid(), signal.SIGKILL)
         if fault := self._due("slow_disk_at"):
-            time.sleep(fault.seconds)
+            time.sleep(fault.seconds if fault.seconds is not None else 1.0)
         self._is_to_corrupt |= self._due("corrupt_at") is not None
         return self._due("disk_full_at")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from shoal.planner.answer import MEMORY, Answer, Choice, costs_of_run, tradeoffs_of, why_fewer
+from shoal.planner.faults import Faults
 from shoal.predict.cluster import GIB
 from shoal.predict.predict import Prediction
 
@@ -54,6 +55,8 @@ def render(console: Console, answer: Answer) -> None:
         console.print(f"[yellow]{one}[/yellow]", highlight=False)
     if answer.explanation:
         _render_explanation(console, answer)
+    if answer.faults is not None:
+        _render_faults(console, answer.faults)
     if answer.tokens is not None:
         run = costs_of_run(answer)
         cost = "" if run["cost"] is None else f", {run['cost']:,.0f} in money"
@@ -126,6 +129,26 @@ def _render_causes(console: Console, prediction: Prediction) -> None:
     causes = sorted(time.causes().items(), key=lambda item: -item[1])
     rows = [[name, seconds(value), bar(value / time.total)] for name, value in causes if value > 0.002 * time.total]
     _table(console, f"time of a step, {seconds(time.total)}", ["", "", ""], rows, has_head=False)
+
+
+def _render_faults(console: Console, faults: Faults) -> None:
+    """The part of its time that a run trains, where the rest goes, and what would help."""
+    recovery, goodput = faults.recovery, faults.goodput
+    rows = [["useful", f"{goodput.ettr:.2%}", bar(goodput.ettr)]]
+    rows += [[cause, f"{part:.2%}", bar(part)] for cause, part in goodput.parts().items() if part > 0]
+    title = f"faults: one in {long_time(recovery.between_faults)}, a checkpoint every {long_time(recovery.interval)}"
+    _table(console, title, ["", "", ""], rows, has_head=False)
+    restart = "assumed; --restart says what was measured" if faults.is_restart_assumed else "given"
+    console.print(
+        f"[dim]simulated; a restart takes {long_time(recovery.restart)} ({restart}),"
+        f" {recovery.lost_hosts:.0%} of faults take a host away for {long_time(recovery.repair)}[/dim]\n",
+        highlight=False,
+    )
+    rows = [[one.what, f"{one.goodput.ettr:.2%}"] for one in faults.changes]
+    if not rows:
+        console.print("[dim]nothing that was tried would bring 0.2 %[/dim]", highlight=False)
+        return
+    _table(console, "what would help", ["change", "useful"], rows)
 
 
 def _render_explanation(console: Console, answer: Answer) -> None:
@@ -213,3 +236,15 @@ def seconds(value: float) -> str:
     ('12.3 ms', '5.67 s')
     """
     return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def long_time(value: float) -> str:
+    """Format seconds in the unit that suits them.
+
+    >>> long_time(703_125), long_time(7200), long_time(482.2), long_time(5)
+    ('8.1 days', '2.0 h', '8.0 min', '5.0 s')
+    """
+    for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if value >= 2 * unit:
+            return f"{value / unit:.1f} {name}"
+    return f"{value:.1f} s"

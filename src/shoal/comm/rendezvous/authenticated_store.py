@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from shoal.comm.rendezvous.handshake import TAG, mac
+from shoal.comm.rendezvous.mac import TAG, mac
 from shoal.errors import RunFailed
 
 _NONCE = 16

@@ -21,7 +21,6 @@ job.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import secrets
@@ -35,6 +34,7 @@ import torch.distributed as dist
 
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.rendezvous.key import MAKE_ONE, Key
+from shoal.comm.rendezvous.mac import TAG, mac
 from shoal.errors import ShoalError
 
 GRACE_PERIOD = 3.0  # seconds in which a correct value may replace a wrong one
@@ -43,15 +43,7 @@ LINGER = 4.0  # seconds in which rank 0 repeats to the others that it has reject
 LATE = timedelta(seconds=1)
 SWEEP = 0.25  # seconds between two reads of each value, while some are missing
 NONCE = 32
-TAG = 32
 ACCEPTED, REJECTED = b"\1", b"\0"
-
-
-def mac(key: bytes, *parts: bytes | str | int) -> bytes:
-    """HMAC-SHA256 over length-prefixed parts."""
-    texts = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
-    message = b"".join(len(text).to_bytes(8, "big") + text for text in texts)
-    return hmac.digest(key, message, hashlib.sha256)
 
 
 def agree(store: dist.Store, place: Placement, key: Key, *, run: str, timeout: float) -> bytes:

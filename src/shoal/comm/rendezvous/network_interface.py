@@ -24,7 +24,7 @@ def interface_towards(host: str) -> str | None:
     except OSError:
         return None
     names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in names if not own.startswith("127.") and _address_of(name) == own), None)
+    return next((name for name in names if not own.startswith("127.") and address_of(name) == own), None)
 
 
 def loopback() -> str | None:
@@ -67,7 +67,8 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _address_of(interface: str) -> str | None:
+def address_of(interface: str) -> str | None:
+    """Return the IPv4 address of an interface; None if there is no such interface, or it has none."""
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.rendezvous.handshake import TAG, mac
+from shoal.comm.rendezvous.mac import TAG, mac
 from shoal.errors import RunFailed
 
 PRIVATE_INTERFACE = "export GLOO_SOCKET_IFNAME=<a private interface>"

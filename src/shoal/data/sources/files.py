@@ -20,8 +20,15 @@ _CODE = (
 TEXT_ENDINGS = frozenset((_PROSE + _CODE).split())
 JSONL_ENDINGS = frozenset({".jsonl", ".ndjson"})
 TOKEN_ENDINGS = frozenset({".bin", ".npy"})
+PARQUET_ENDINGS = frozenset({".parquet", ".pq"})
 IMAGE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"})
-ENDINGS = {"text": TEXT_ENDINGS, "jsonl": JSONL_ENDINGS, "tokens": TOKEN_ENDINGS, "images": IMAGE_ENDINGS}
+ENDINGS = {
+    "text": TEXT_ENDINGS,
+    "jsonl": JSONL_ENDINGS,
+    "tokens": TOKEN_ENDINGS,
+    "parquet": PARQUET_ENDINGS,
+    "images": IMAGE_ENDINGS,
+}
 
 CLEAR_MAJORITY = 0.9
 """The fraction of a folder's known files that must be of one kind for `data.format: auto`."""
@@ -84,7 +91,7 @@ def unreadable(path: Path, error: OSError) -> ShoalError:
 
 
 def kind_of(path: Path) -> str:
-    """The format of a path by its endings: text, jsonl, tokens or images.
+    """The format of a path by its endings: text, jsonl, tokens, parquet or images.
 
     A single file of unknown ending is text, since it was named on purpose. A folder has the format of nearly all its
     files.
@@ -104,7 +111,7 @@ def kind_of(path: Path) -> str:
     kind = max(counts, key=lambda name: counts[name])
     if not total:
         raise ShoalError(
-            f"{path} must hold text, JSONL, token shards or images, got {len(found)} files with other endings",
+            f"{path} must hold text, JSONL, token shards, Parquet or images, got {len(found)} files with other endings",
             fix=f"--data.source {path}/FILE, which is read whatever its ending",
             code="D004",
         )

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.config.recipe import DataSection
 from shoal.data.dataset import Dataset, split_last
+from shoal.data.interleave import counts_of
+from shoal.data.mixture import Mixture, Union
 from shoal.data.sources.chat.encode import open_chat_tokenizer
 from shoal.data.sources.chat.examples import Examples
 from shoal.data.sources.chat.rows import is_chat, read_rows
 from shoal.data.sources.digest import Tokens
 from shoal.data.sources.files import existing, kind_of
-from shoal.data.sources.huggingface import hugging_face
+from shoal.data.sources.huggingface.stream import reject_idle_streaming, streamed_text
+from shoal.data.sources.huggingface.table import hugging_face
 from shoal.data.sources.images import ImageFolder
+from shoal.data.sources.mixing.checks import check_fit, check_overlaps, too_uneven
 from shoal.data.sources.packing import PackedTokens, split_streams
+from shoal.data.sources.parquet.read import column_kind, parquet_files
+from shoal.data.sources.parquet.tokens import cached_ids, cached_text
+from shoal.data.sources.remote.download import is_url, local_copy
 from shoal.data.sources.synthetic import SyntheticImages, SyntheticTokens
 from shoal.data.sources.text import Corpus, jsonl_files, standard_library, text_files
-from shoal.data.sources.tokenizer import open_tokenizer
+from shoal.data.sources.tokenizer import Tokenizer, open_tokenizer
 from shoal.data.sources.tokens import Shards, open_shards
-from shoal.errors import ShoalError
+from shoal.errors import Findings, ShoalError, raise_if
 
 WORDS = ("python", "synthetic")
 """Sources that are no paths. A file of that name is `./python`."""
+TOKENIZED = ("text", "jsonl", "chat", "parquet text")
+"""Kinds of sources that `data.tokenizer` makes the tokens of."""
 
 
 def open_datasets(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
@@ -30,21 +40,73 @@ def open_datasets(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
 
     They share no token. The seed matters only for `synthetic`, where it decides the rule.
     """
+    reject_idle_streaming(section)
+    return _open_one(section, seed) if isinstance(section.source, str) else _open_mixture(section, seed)
+
+
+def _open_mixture(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
+    """All sources, each with its own held-out samples; raises the problems of all of them at once."""
+    assert not isinstance(section.source, str)
+    names = [one.source for one in section.source]
+    found, pairs = Findings(), list[tuple[Dataset, Dataset]]()
+    found += check_overlaps(names)
+    for one in section.each:
+        try:
+            pairs.append(_open_one(one, seed))
+        except ShoalError as error:
+            found += (problem.within(str(one.source)) for problem in error.problems)
+    found.raise_all()
+    training, held_out = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    raise_if(check_fit(names, training, [source_kind(one) in TOKENIZED for one in section.each]))
+    counts = counts_of([one.weight for one in section.source])
+    if counts is None:
+        raise too_uneven({one.source: one.weight for one in section.source})
+    return Mixture(training, counts), Union(held_out)
+
+
+def source_kind(section: DataSection) -> str:
+    """The kind of a single source: synthetic, or a format; Parquet with the kind of its column."""
+    assert isinstance(section.source, str)
     if section.source == "synthetic":
+        return "synthetic"
+    if section.source == "python" or section.source.startswith("hf:"):
+        return "text"
+    path = _path(section)
+    kind = kind_of(path) if section.format == "auto" else section.format
+    if kind in ("jsonl", "parquet") and section.format == "auto" and is_chat(path):
+        return "chat"
+    return f"parquet {column_kind(parquet_files(path), section.text_field)}" if kind == "parquet" else kind
+
+
+def _path(section: DataSection) -> Path:
+    """The path of a source; of a URL, that of its local copy."""
+    source = str(section.source)
+    return existing(str(local_copy(source, section.cache, section.format)) if is_url(source) else source, WORDS)
+
+
+def _open_one(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
+    kind = source_kind(section)
+    assert isinstance(section.source, str)
+    if kind == "synthetic":
         return _synthetic(section, seed)
     if section.source == "python":
         return _text(section, standard_library())
     if section.source.startswith("hf:"):
+        if section.streaming:
+            return _cached_text(section, functools.partial(streamed_text, section))
         return _text(section, hugging_face(section.source, section.text_field))
-    path = existing(section.source, WORDS)
-    kind = kind_of(path) if section.format == "auto" else section.format
+    path = _path(section)
     if kind == "tokens":
         return _shards(section, open_shards(path, section.token_dtype))
     if kind == "images":
         images = ImageFolder(path, section.image_size)
         return split_last(images, section.validation, images.describe())
-    if kind == "chat" or (kind == "jsonl" and section.format == "auto" and is_chat(path)):
+    if kind == "chat":
         return _chat(section, path)
+    if kind == "parquet text":
+        return _cached_text(section, functools.partial(_parquet_text, section, path))
+    if kind == "parquet tokens":
+        return _shards(section, cached_ids(section, parquet_files(path), path))
     return _text(section, jsonl_files(path, section.text_field) if kind == "jsonl" else text_files(path))
 
 
@@ -68,10 +130,20 @@ def _text(section: DataSection, corpus: Corpus) -> tuple[Dataset, Dataset]:
     return _packed(section, [stream], tokenizer.vocabulary, corpus.origin, tokenizer.end_token)
 
 
+def _parquet_text(section: DataSection, path: Path, tokenizer: Tokenizer) -> tuple[Tokens, str]:
+    return cached_text(section, tokenizer, parquet_files(path), path)
+
+
+def _cached_text(section: DataSection, tokens: Callable[[Tokenizer], tuple[Tokens, str]]) -> tuple[Dataset, Dataset]:
+    tokenizer = open_tokenizer(section.tokenizer)
+    stream, origin = tokens(tokenizer)
+    return _packed(section, [stream], tokenizer.vocabulary, origin, tokenizer.end_token)
+
+
 def _shards(section: DataSection, shards: Shards) -> tuple[Dataset, Dataset]:
     if section.mask_documents and section.end_token is None:
         raise ShoalError(
-            "--data.mask_documents True needs --data.end_token for token shards, got none",
+            "--data.mask_documents True needs --data.end_token for token ids, got none",
             fix="--data.end_token 50256, the end token of GPT-2, or that of your tokenizer",
             code="D013",
         )

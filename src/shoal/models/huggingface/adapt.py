@@ -31,7 +31,8 @@ def adapt(model: Any, description: Description, plan: Plan | None, *, fused: boo
     if getattr(model, MARK, None) is not None:
         return None
     experts.install(model)
-    divides = plan is None or plan.layout.cp > 1 or plan.layout.pp > 1 or splits_tokens(plan, description)
+    divides_all = plan is not None and splits_tokens(plan, description) and not description.token_blocks
+    divides = plan is None or plan.layout.cp > 1 or plan.layout.pp > 1 or divides_all
     is_able = "cp" not in description.why_not
     is_fused = fused and plan is not None and plan.layout.tp == 1
     before = getattr(model.config, "_attn_implementation", None)
@@ -42,7 +43,7 @@ def adapt(model: Any, description: Description, plan: Plan | None, *, fused: boo
     takes = inspect.signature(model.forward).parameters
     inputs = Inputs(
         takes_cache="use_cache" in takes,
-        needs_positions=plan is not None and splits_tokens(plan, description) and context == 1,
+        needs_positions=divides_all and context == 1,
         checks_positions=divides and is_able,
         cp=context,
         why_not_packed=description.why_not.get("cp"),

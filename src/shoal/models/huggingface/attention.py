@@ -30,11 +30,29 @@ WITHOUT_EFFECT = {
 """Arguments that models pass through and that change nothing in the attention of a whole sequence."""
 
 
-def install(model: Any) -> None:
-    """Let the attention of a model be computed by `shoal.Attention`."""
+def has_interface(model: Any) -> bool:
+    """Whether the attention of a model can be another function, by its name in the configuration."""
+    before = getattr(model.config, "_attn_implementation", None)
+    if before == NAME:
+        return True
+    _register()
+    try:
+        model.set_attn_implementation(NAME)
+        return bool(model.config._attn_implementation == NAME)
+    finally:
+        if before is not None and model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
+
+
+def _register() -> None:
     interface = sys.modules["transformers.modeling_utils"].AttentionInterface  # the model's class was made there
     if NAME not in interface._global_mapping:
         interface.register(NAME, attention_forward)
+
+
+def install(model: Any) -> None:
+    """Let the attention of a model be computed by `shoal.Attention`."""
+    _register()
     for module in attentions(model).values():
         if not hasattr(module, OWN):
             setattr(module, OWN, Attention(causal=bool(module.is_causal)))

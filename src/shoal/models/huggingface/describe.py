@@ -24,11 +24,13 @@ from torch import nn
 
 from shoal.blueprint.description import Description, Split, matches
 from shoal.blueprint.placement import is_inside
-from shoal.models.huggingface.found_splits import FoundSplits, found_splits, heads_of, vocabulary_of
+from shoal.models.huggingface.attention import has_interface
 from shoal.models.huggingface.logits import LogitRule, logit_rule
 from shoal.models.huggingface.modules import attentions, experts_in, mixes_tokens, name_of, pattern_of
 from shoal.models.huggingface.order import Order, order_of
 from shoal.models.huggingface.pooled import pooled_output
+from shoal.models.huggingface.splits.found_splits import FoundSplits, found_splits, heads_of, vocabulary_of
+from shoal.models.huggingface.splits.sequence import is_from_embedding, why_not_between_blocks
 from shoal.parallel.lora.layers import LoRALinear
 
 T = TypeVar("T")
@@ -39,27 +41,27 @@ STYLES = {"colwise": Split.COLUMN, "rowwise": Split.ROW, "replicated_with_grad_a
 def describe(model: Any) -> Description:
     """What can be derived of a model. `why_not` says what cannot, and why."""
     order = order_of(model)
-    why_not = dict(_why_not(model, order.blocks))
+    why_not = dict(_why_not(model, order))
     owners = _owners(model)
     declared = {name: _declared(getattr(model, "tp_plan", None) or {}, name, one) for name, one in owners.items()}
     regions = {name.rpartition(".")[0] for name, style in declared.items() if style in (Split.COLUMN, Split.ROW)}
     followed = {region for region in regions if _is_split_whole(region, declared)}
     found = FoundSplits() if "tp" in why_not else found_splits(model, followed)
-    if not getattr(model, "tp_plan", None) and not found.splits:
+    if "tp" not in why_not and not getattr(model, "tp_plan", None) and not found.splits:
         why_not["tp"] = f"{type(model).__name__} declares no tp_plan, and no layers were found that may be split"
-    splits = {} if "tp" in why_not else _splits(model, declared, followed, found)
-    if "cp" in why_not:
-        why_not["sp"] = why_not["cp"]
-    elif (home := found.why_no_sequence(attentions(model))) is not None:
-        why_not["sp"] = f"{type(model).__name__}: split layers in {pattern_of(home)} do not all read its input"
-    elif "tp" not in why_not and (around := _around_embedding(model, order)) is not None:
-        why_not["sp"] = f"{type(model).__name__} looks tokens up inside {around}, whose other code sees all tokens"
+    named = {} if "tp" in why_not else _splits(model, declared, followed, found)
+    divides_between = "cp" in why_not or not is_from_embedding(model, order, found)
+    if "tp" in why_not:
+        why_not["sp"] = why_not["tp"]
+    elif divides_between and (why := why_not_between_blocks(model, order, found, named)) is not None:
+        why_not["sp"] = f"{type(model).__name__} {why}"
     config = _text_config(model)
     experts = experts_in(model)
-    splits |= _as_patterns(dict.fromkeys(experts, Split.EXPERTS), model)
+    splits = _as_patterns(named, model) | _as_patterns(dict.fromkeys(experts, Split.EXPERTS), model)
     numbers = {int(module.num_experts) for module in experts.values()}
     if len(numbers) > 1:
         why_not["ep"] = f"{type(model).__name__} has layers of {' and '.join(map(str, sorted(numbers)))} experts"
+    is_split = any(named.get(name) is not Split.ALL_TOKENS for name in attentions(model))
     head = model.get_output_embeddings()
     rule = _logit_rule(model, head)
     return Description(
@@ -69,13 +71,15 @@ def describe(model: Any) -> Description:
         costs=order.costs,
         splits=splits,
         parts=_as_patterns(found.parts, model),
+        cuts=_as_patterns(found.cuts, model),
+        token_blocks=order.blocks if divides_between and "sp" not in why_not else (),
         per_rank=_as_patterns(found.per_rank, model),
         tied=tuple(_tied(model, order)),
         head=None if rule is None else name_of(model, head),
         logit_scale=1.0 if rule is None else rule.scale,
         logit_softcap=None if rule is None else rule.softcap,
         num_heads=heads_of(model, getattr(config, "num_attention_heads", None)),
-        num_kv_heads=getattr(config, "num_key_value_heads", None),
+        num_kv_heads=getattr(config, "num_key_value_heads", None) if is_split else None,
         num_experts=min(numbers, default=None),
         active_experts=getattr(config, "num_experts_per_tok", None) if experts else None,
         num_outputs=getattr(head, "out_features", None),
@@ -96,17 +100,19 @@ def _takes(model: Any, name: str) -> bool:
 # ---- what cannot be divided -----------------------------------------------------------------------------------------
 
 
-def _why_not(model: Any, blocks: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _why_not(model: Any, order: Order) -> Iterator[tuple[str, str]]:
     """Axis → the property of the architecture that is in its way."""
-    kind = type(model).__name__
+    kind, blocks = type(model).__name__, order.blocks
     is_pair = getattr(model.config, "is_encoder_decoder", False)
     if is_pair:
         yield "cp", f"{kind} has an encoder and a decoder, whose tokens have positions of their own"
         if getattr(model, "tp_plan", None):
             yield "tp", f"{kind} has an encoder and a decoder, and splits are derived for one of them alone"
+    for axis in ("pp", "tp", "cp") if order.uncalled else ():
+        yield axis, f"{kind} reads the parameters of {order.uncalled[0]} without calling it"
     if not blocks:
         yield "pp", f"{kind} has no blocks that run one after the other, with all else before or after them"
-    if not is_pair and (why := _why_not_context(model, blocks)) is not None:
+    if not is_pair and not order.uncalled and (why := _why_not_context(model, blocks)) is not None:
         yield "cp", f"{kind} {why}"
 
 
@@ -123,6 +129,8 @@ def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
         return (
             "declares that flash attention cannot compute its attention, so that needs more than a scale and a window"
         )
+    if not has_interface(model):
+        return "computes its attention itself, without transformers' attention interface"
     found = attentions(model)
     without = next((name for name in blocks if not any(one.startswith(f"{name}.") for one in found)), None)
     if without is not None:
@@ -151,25 +159,19 @@ def _owners(model: nn.Module) -> dict[str, nn.Module]:
 def _splits(
     model: Any, declared: Mapping[str, Split | None], followed: set[str], proven: FoundSplits
 ) -> dict[str, Split]:
-    """Pattern → split, for every region, norm, attention that stays whole, and module that has parameters of its
+    """Name → split, for every region, norm, attention that stays whole, and module that has parameters of its
     own. `followed`: the regions that are split as the tp_plan declares."""
     found = dict.fromkeys(declared, Split.SEQUENCE)
     found |= {name: how for name, how in declared.items() if how is not None and is_inside(name, followed)}
     found |= dict.fromkeys(followed, Split.REGION) | dict.fromkeys(vocabulary_of(model), Split.VOCABULARY)
     found |= dict.fromkeys(attentions(model).keys() - followed - proven.homes.keys(), Split.ALL_TOKENS)
-    return _as_patterns(found | proven.splits, model)
-
-
-def _around_embedding(model: Any, order: Order) -> str | None:
-    """The part before the blocks that holds the embedding of tokens, if it is not that itself."""
-    name = name_of(model, model.get_input_embeddings())
-    return next((part for part in order.before if name is not None and name.startswith(f"{part}.")), None)
+    return found | proven.splits
 
 
 def _as_patterns(found: Mapping[str, T], model: nn.Module) -> dict[str, T]:
-    """One pattern for all layers, where all modules of that pattern are split alike."""
+    """One pattern for all layers, where all modules or parameters of that pattern are split alike."""
     alike: dict[str, set[T | None]] = {}
-    for name, _ in model.named_modules():
+    for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False)):
         alike.setdefault(pattern_of(name), set()).add(found.get(name))
     return {pattern_of(name) if len(alike[pattern_of(name)]) == 1 else name: how for name, how in found.items()}
 

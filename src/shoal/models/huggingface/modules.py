@@ -35,14 +35,22 @@ def experts_in(model: nn.Module) -> dict[str, Any]:
 
 
 def blocks_without_plan(model: Any) -> Iterator[str]:
-    """The elements of all lists of the modules that transformers keeps on one device."""
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    """The elements of all lists of the modules that transformers keeps on one device; of a model that names none, of
+    the list with the most parameters."""
+    kinds = set(getattr(model, "_no_split_modules", None) or (_kind_of_longest(model),))
     inside: list[str] = []
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and {type(one).__name__ for one in module} <= kinds
         if is_list and not any(name.startswith(f"{outer}.") for outer in inside):
             inside.append(name)
             yield from (f"{name}.{number}" for number, _ in enumerate(module.children()))
+
+
+def _kind_of_longest(model: nn.Module) -> str:
+    """The class of the modules in the list that has the most parameters, of those whose elements are all alike."""
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len({type(x) for x in one}) == 1]
+    longest = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()), default=None)
+    return "" if longest is None else type(longest[0]).__name__
 
 
 def mixes_tokens(model: nn.Module, blocks: Sequence[str]) -> Iterator[str]:

@@ -14,12 +14,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.blueprint.description import Description
 from shoal.models.huggingface import experts
 from shoal.models.huggingface.modules import blocks_without_plan
 from shoal.parallel.pipeline.calls import Forward, trace_calls
+from shoal.parallel.pipeline.known_values import KnownValues
 from shoal.parallel.pipeline.skeleton import skeleton_of
 
 
@@ -32,6 +34,10 @@ class Order:
     after: tuple[str, ...] = ()
     costs: Mapping[str, float] = field(default_factory=dict)
     """FLOPs of each, where they see sequences of different lengths."""
+    uncalled: tuple[str, ...] = ()
+    """Modules whose parameters others read without calling them: they have no place in the order."""
+    is_declared: bool = False
+    """Whether the model's class says it."""
 
 
 _known: WeakKeyDictionary[nn.Module, Order] = WeakKeyDictionary()
@@ -60,7 +66,7 @@ def _declared(model: Any) -> Order:
     blocks = tuple(f"{lists[0]}.{number}" for number in range(len(modules[lists[0]])))
     first = [name for name, (takes, _) in plan.items() if {"input_ids", "inputs_embeds"} & set(takes)]
     after = [name for name in modules if name in plan and name not in (*first, *lists)]  # a plan begins with the head
-    return Order(tuple(first), blocks, tuple(after))
+    return Order(tuple(first), blocks, tuple(after), is_declared=True)
 
 
 def _observed(model: Any) -> Order:
@@ -78,12 +84,33 @@ def _observed(model: Any) -> Order:
     except Exception:  # it needs other inputs, or real values
         return Order()
     order = _sorted(model, forward, blocks, beside)
+    unrun = [name for name in beside if name not in {call.module for call in forward.calls}]
+    read = tuple(name for name in unrun if _is_read(skeleton, name, options))
+    order = replace(order, after=tuple(name for name in order.after if name not in read), uncalled=read)
     if not order.blocks or not getattr(model.config, "is_encoder_decoder", False):
         return order
     flops = counter.get_flop_counts()
     names = (*order.before, *order.blocks, *order.after)
     root = type(model).__name__
     return replace(order, costs={name: float(sum(flops.get(f"{root}.{name}", {}).values())) for name in names})
+
+
+def _is_read(skeleton: Any, name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a model cannot run without the parameters of a module that it does not call."""
+    module = skeleton.get_submodule(name)
+    before = [(one, dict(one._parameters)) for one in module.modules()]
+    known = KnownValues()
+    try:
+        for one, own in before:
+            one._parameters = dict.fromkeys(own)
+        with torch.no_grad(), torch.device("meta"), known:
+            skeleton(**tree_map_only(Tensor, known.input_of(None), dict(options)))
+    except Exception:  # it has read None
+        return True
+    finally:
+        for one, own in before:
+            one._parameters = own
+    return False
 
 
 def takes(model: Any, name: str) -> bool:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from shoal.blueprint.description import Description, Split
 from shoal.blueprint.model_shapes import AttentionSite, DispatchSite, ModelShapes, RouterSite, TPBoundary
-from shoal.blueprint.placement import split_of
+from shoal.blueprint.placement import is_inside, split_of
 from shoal.parallel.context.attention import Attention
 from shoal.parallel.data.fsdp import units_by_size
 from shoal.parallel.expert.experts import Dispatch, Experts, experts_in
@@ -104,17 +104,30 @@ class _Trace:
     num_samples: int
     seen: list[_Event] = field(default_factory=list)
     stream: tuple[int, ...] = ()
+    deep: set[str] = field(default_factory=set)
+    """Regions with layers that read what others inside of them compute."""
     _entered: Tensor | None = None
     """The input of the current split region's layers; it enters once for all of them."""
 
     def before_layer(self, name: str, x: Tensor) -> None:
         how = split_of(self.description, name)
+        if is_inside(name, self.deep):
+            return  # the input of the region has entered
         if how in (Split.COLUMN, Split.VOCABULARY) and x.is_floating_point() and x is not self._entered:
             self._entered = x
             self._cross("enter", name, x)
 
+    def before_deep(self, name: str, x: Tensor) -> None:
+        self._cross("enter", name, x)
+
     def before_all_tokens(self, name: str, x: Tensor) -> None:
         self._cross("gather", name, x)
+
+    def before_blocks(self, name: str, x: Tensor) -> None:
+        self._cross("divide", name, x)
+
+    def after_blocks(self, name: str, output: Any) -> None:
+        self._cross("join", name, output if isinstance(output, Tensor) else output[0])
 
     def after_layer(self, name: str, output: Tensor, *, is_lookup: bool) -> None:
         how = split_of(self.description, name)
@@ -170,7 +183,7 @@ class _Trace:
         self.seen.append(_Event(way, name, tuple(x.shape[1:]), x.requires_grad))
 
     def tp_boundaries(self) -> Iterator[TPBoundary]:
-        for place, event in self._of("enter", "leave", "logits", "gather"):
+        for place, event in self._of("enter", "leave", "logits", "gather", "divide", "join"):
             way: Any = event.what
             yield TPBoundary(
                 module=event.module,
@@ -225,13 +238,22 @@ def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
                 stack.callback(module.register_forward_pre_hook(_before(trace, name)).remove)
                 stack.callback(module.register_forward_hook(_after(trace, name)).remove)
             if split_of(description, name) is Split.ALL_TOKENS:
-                hook = module.register_forward_pre_hook(_before_all_tokens(trace, name), with_kwargs=True)
+                hook = module.register_forward_pre_hook(_reads(trace.before_all_tokens, name), with_kwargs=True)
+                stack.callback(hook.remove)
+            if split_of(description, name) is Split.REGION and _is_deep(description, module, name):
+                trace.deep.add(name)
+                hook = module.register_forward_pre_hook(_reads(trace.before_deep, name), with_kwargs=True)
                 stack.callback(hook.remove)
             if isinstance(module, Router):
                 module.attach_aux_loss = trace.aux_loss_attached
             if isinstance(module, Attention | Experts | Dispatch | Router):
                 stack.callback(module.register_forward_pre_hook(_begun(trace, name, modules)).remove)
                 stack.callback(module.register_forward_hook(_done(trace, name)).remove)
+        for name in description.token_blocks[:1]:
+            hook = modules[name].register_forward_pre_hook(_reads(trace.before_blocks, name), with_kwargs=True)
+            stack.callback(hook.remove)
+        for name in description.token_blocks[-1:]:
+            stack.callback(modules[name].register_forward_hook(_joined(trace, name)).remove)
         for name in description.blocks:
             stack.callback(modules[name].register_forward_hook(_ended(trace, name)).remove)
         stack.enter_context(saved_tensors_hooks(trace.saved, lambda tensor: tensor))
@@ -248,9 +270,15 @@ def _before(trace: _Trace, name: str) -> Any:
     return lambda module, arguments: trace.before_layer(name, arguments[0])
 
 
-def _before_all_tokens(trace: _Trace, name: str) -> Any:
+def _is_deep(description: Description, module: nn.Module, name: str) -> bool:
+    return any(split_of(description, inner) is Split.LATENT for inner, _ in module.named_modules(prefix=name))
+
+
+def _reads(note: Any, name: str) -> Any:
+    """A hook that notes the first argument of a module, or its `hidden_states`."""
+
     def hook(_module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        trace.before_all_tokens(name, arguments[0] if arguments else options["hidden_states"])
+        note(name, arguments[0] if arguments else options["hidden_states"])
 
     return hook
 
@@ -280,6 +308,10 @@ def _done(trace: _Trace, name: str) -> Any:
 
 def _ended(trace: _Trace, name: str) -> Any:
     return lambda module, arguments, output: trace.after_block(name, output)
+
+
+def _joined(trace: _Trace, name: str) -> Any:
+    return lambda module, arguments, output: trace.after_blocks(name, output)
 
 
 def _num_samples(call: Call) -> int:

@@ -210,9 +210,12 @@ def _at_boundary(step: Step, boundary: TPBoundary, *, splits_logits: bool) -> It
     forwards = step.num_forwards(boundary.module, is_repeated=boundary.is_repeated)
     backwards = step.num_microbatches * boundary.has_backward
     enters = boundary.way in ("enter", "gather")
-    if boundary.way == "gather" and not step.splits_tokens:
+    divides = step.splits_tokens and rules.divides_tokens_of(step.shapes.description, boundary.module)
+    if boundary.way in ("gather", "divide", "join") and not divides:
         return
-    if step.splits_tokens:
+    if boundary.way in ("divide", "join"):
+        yield "tp", "all_gather", forwards if boundary.way == "join" else backwards, size
+    elif divides:
         yield "tp", "all_gather", forwards if enters else backwards, size
         yield "tp", "reduce_scatter", backwards if enters else forwards, size
     else:

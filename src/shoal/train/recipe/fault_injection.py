@@ -1,26 +1,78 @@
-"""Inject the faults of SHOAL_FAULTS (`shoal.blueprint.faults`) between backward and update, where peers wait."""
+"""Inject the faults of SHOAL_FAULTS (`shoal.blueprint.faults`) between backward and update, where peers wait.
+
+With SHOAL_FAULTS_LOG, a rank appends to that file when it is about to fail, and which collectives it has entered.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import signal
+import time
 
-from shoal.blueprint.faults import GENERATION, Faults
+import torch
+import torch.distributed as dist
+
+from shoal.blueprint.faults import GENERATION, MISMATCHES, VARIABLE, Fault, Faults
+from shoal.comm.heartbeat.heart import heart
 from shoal.train.run import Run
+
+LOG = "SHOAL_FAULTS_LOG"
+AN_HOUR = 3600.0
 
 
 def inject_faults(run: Run, generation: int) -> None:
     """Make the steps of a run fail as the environment says."""
     os.environ[GENERATION] = str(generation)  # read by the faults of the disk
     faults = Faults.here(run.world.rank)
-    if not faults.ordered:
+    everywhere = Faults.parse(os.environ.get(VARIABLE, "")).ordered
+    mismatches = [fault for fault in everywhere if fault.kind in MISMATCHES and fault.generation in (None, generation)]
+    if not faults.ordered and not mismatches:
         return
 
     def fail() -> None:
         step = run.steps_done + 1
+        _log(faults, mismatches, run.world.rank, step)
         if faults.due("kill_at", step=step):
             os.kill(os.getpid(), signal.SIGKILL)
         if faults.due("fail_allreduce_at", step=step):
             raise RuntimeError(f"the exchange of step {step} fails, as SHOAL_FAULTS orders")
+        _hang(faults, step)
+        for fault in mismatches:
+            if fault.step in (None, step):
+                _mismatch(run, fault)
 
     run.on_gradients = fail
+
+
+def _log(faults: Faults, mismatches: list[Fault], rank: int, step: int) -> None:
+    """Append the faults of this step to the log, if there is one."""
+    path, beating = os.environ.get(LOG), heart()
+    due = [fault for fault in faults.ordered if fault.step == step and fault not in mismatches]
+    due += [fault for fault in mismatches if fault.step == step and fault.rank in (None, rank)]
+    if path and due:
+        counters = {} if beating is None else beating.entered()
+        with open(path, "a") as file:
+            file.write(json.dumps({"at": time.monotonic(), "rank": rank, "step": step, "counters": counters}) + "\n")
+
+
+def _hang(faults: Faults, step: int) -> None:
+    if faults.due("stop_at", step=step):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault := faults.due("sleep_at", step=step):
+        time.sleep(fault.seconds or AN_HOUR)
+    if fault := faults.due("hold_gil_at", step=step):
+        ctypes.PyDLL(None).sleep(int(fault.seconds or AN_HOUR))  # PyDLL, unlike CDLL, keeps the GIL
+    if faults.due("block_read_at", step=step):
+        os.read(os.pipe()[0], 1)
+
+
+def _mismatch(run: Run, fault: Fault) -> None:
+    """A collective along the first axis, in which one rank makes another call than the others."""
+    group = next(iter(run.mesh.groups.values()))
+    is_faulty = fault.rank in (None, run.world.rank)
+    if is_faulty and fault.kind == "other_op_at":
+        dist.broadcast(torch.ones(1000), group=group, group_src=dist.get_rank(group))
+    else:
+        dist.all_reduce(torch.ones(700 if is_faulty else 1000), group=group)

@@ -15,6 +15,7 @@ from rich.console import Console
 from torch.distributed import Store
 
 from shoal.blueprint.layout_drawing import draw_layout
+from shoal.comm.heartbeat.heart import begin_step, phase
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.data.loader import Loader, evaluation_batches
@@ -91,7 +92,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         line.note(_headline(run, job, lr, choices, storage))
         loader = build_loader(job, run, workers=recipe.data.workers)
         try:
-            with stop_on_signals(line) as stop_request:
+            with stop_on_signals(line) as stop_request, phase("data"):
                 was_stopped = _train_and_evaluate(run, job, loader, step_metrics, line, stop_request, storage)
         finally:
             loader.close()
@@ -139,10 +140,12 @@ def _train_and_evaluate(
     step_metrics.flush()
     if not was_stopped:
         run.sync_replicas()
-    storage.begin_last_save()  # before the evaluation, which may take long and may fail
+    with phase("save"):
+        storage.begin_last_save()  # before the evaluation, which may take long and may fail
     if not was_stopped:  # after a signal, the user does not wait for an evaluation
         was_stopped = not _evaluate(run, job, step_metrics, line, stop_request)
-    storage.finish()
+    with phase("save"):
+        storage.finish()
     return was_stopped
 
 
@@ -180,7 +183,7 @@ def _steps(
     for batch in run.batches(loader):
         done = (run.steps_done + 1) / num_steps if num_steps else min(elapsed / seconds, 1.0)
         set_lr(run.optimizer, _lr_factor(job, run.steps_done + 1, done))
-        with _noting_step(run.steps_done + 1):
+        with _noting_step(run.steps_done + 1), begin_step(run.steps_done + 1, compiles=bool(settings.compile)):
             run.step(batch)
         stop_request.is_first_step = False
         step_metrics.record_step(loader, line, done)
@@ -192,7 +195,8 @@ def _steps(
         if stopped_evaluating():
             return True
         stop_request.acknowledge()
-        storage.after_step(is_due=bool(run.agreed.get("save", 0.0)))
+        with phase("save"):
+            storage.after_step(is_due=bool(run.agreed.get("save", 0.0)))
         clock = _clock_of_main(start, storage) if run.world.is_main else _NO_CLOCK
         run.signals = {"stop": float(bool(stop_request)), **clock}
     raise AssertionError("a Loader never ends")
@@ -235,7 +239,7 @@ def _evaluate(run: Run, job: Job, step_metrics: StepMetrics, line: ProgressLine,
             line.evaluating(number * size, total)
             yield batch
 
-    with nullcontext() if run.ema is None else run.ema.applied():
+    with phase("evaluation"), nullcontext() if run.ema is None else run.ema.applied():
         loss = run.evaluate(shown(), stop=lambda: bool(stop_request))
     if loss is None:
         line.say("stopping without the rest of the evaluation; press Ctrl-C again to end at once")

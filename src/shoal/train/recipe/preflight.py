@@ -16,9 +16,11 @@ from shoal.blueprint.validation.check import check_plan
 from shoal.comm.world import World
 from shoal.config.checks.durations import no_step
 from shoal.config.checks.settings import check_settings
+from shoal.config.data_source import spelled
 from shoal.config.recipe import Recipe
 from shoal.data.dataset import Dataset
 from shoal.data.fingerprint import Fingerprint
+from shoal.data.mixture import Union
 from shoal.data.sources.open import open_datasets
 from shoal.data.sources.packing import PackedTokens
 from shoal.errors import Findings, Problem, ShoalError, raise_if
@@ -128,7 +130,7 @@ def reject_unlike_data(world: World, job: Job) -> None:
     for rank, other in enumerate(others, 1):
         if found := other.difference(main.to_mapping()):
             raise ShoalError(
-                f"rank {rank} has other data than rank 0 under {job.recipe.data.source!r}: {found}",
+                f"rank {rank} has other data than rank 0 under {spelled(job.recipe.data.source)}: {found}",
                 fix="copy the same files to every host, or --data.source PATH_ON_A_SHARED_FILE_SYSTEM",
                 code="D032",
             )
@@ -137,8 +139,9 @@ def reject_unlike_data(world: World, job: Job) -> None:
 def reject_shortened_data(job: Job) -> None:
     """Raise if a data file has become shorter since it was opened. Reading beyond its end kills a process (SIGBUS)."""
     for data in (job.training, job.validation):
-        if isinstance(data, PackedTokens):
-            data.reject_shortened()
+        for member in data.members if isinstance(data, Union) else [data]:
+            if isinstance(member, PackedTokens):
+                member.reject_shortened()
 
 
 def _check_model(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset | None) -> list[Problem]:

@@ -24,6 +24,7 @@ from shoal.numerics.async_scalars import AsyncScalars
 from shoal.observe.durable_write import room
 from shoal.observe.metrics import TRACKERS, Guarded, JsonLines, Sink, peak_memory_gib, print_to_stderr
 from shoal.observe.progress import ProgressLine
+from shoal.observe.stragglers import Stragglers
 from shoal.predict.presets.peak_flops import peak_flops
 from shoal.train.recipe.preflight import Job
 from shoal.train.run import Run
@@ -36,6 +37,8 @@ ORDER = (
     *("mfu", "memory_gib", "loss_scale", "skipped"),
 )
 """Keys of every record."""
+STRAGGLER = ("straggler_rank", "straggler_late_seconds", "straggler_cost_fraction")
+"""Further keys on several ranks, in the first step after each measurement."""
 REPLICAS = ("comm_seconds", "comm_overlap_fraction", "comm_bytes")
 """Further keys where replicas communicate."""
 EXPERTS = ("expert_load_max", "expert_dropped_fraction", "auxiliary_loss")
@@ -92,6 +95,7 @@ class StepMetrics:
         self.seconds_training = self.seconds_before
         self.num_experts = torch.tensor(list(run.composed.routed.values()), device=run.device)
         self._pending: deque[_PendingRecord] = deque()
+        self.stragglers = Stragglers()
 
     def record_step(self, loader: Loader, line: ProgressLine, done: float) -> None:
         """Record the step that was just started. On a GPU its numbers arrive later: write the step before it."""
@@ -140,9 +144,10 @@ class StepMetrics:
             self.comm_seconds.append(overlap.seconds)
             self.comm_exposed.append(overlap.exposed)
             self.comm_bytes.append(overlap.bytes)
+        known |= self._straggler(pending.line)
         if pending.experts is not None:
             known |= dict(zip(EXPERTS, pending.experts.read(), strict=True))
-        record = {name: known[name] for name in (*ORDER, *REPLICAS, *EXPERTS) if name in known}
+        record = {name: known[name] for name in (*ORDER, *REPLICAS, *STRAGGLER, *EXPERTS) if name in known}
         self.loss_first = loss if self.loss_first is None else self.loss_first
         self.last_losses.append(loss)
         self.step_seconds.append(seconds)
@@ -195,6 +200,7 @@ class StepMetrics:
             "mfu": self._mfu(step_seconds),
             "data_wait_fraction": sum(self.data_wait_seconds[warmup:]) / (sum(self.step_seconds[warmup:]) or math.nan),
             **self._communication(warmup),
+            "straggler": self.stragglers.summary(self.run.world),
             "memory_gib_max": max(memory),
             "seconds_to_first_step": self.first_step_seconds,
             "seconds_training": self.seconds_training,
@@ -234,6 +240,15 @@ class StepMetrics:
         loads, dropped, auxiliary = totals[:, :-2], totals[:, -2].sum(), totals[:, -1].sum()
         hottest = (loads.amax(1) * self.num_experts / loads.sum(1)).max()  # of the least balanced layer
         return AsyncScalars(hottest, dropped / loads.sum(), auxiliary / self.job.recipe.data.global_batch)
+
+    def _straggler(self, line: ProgressLine) -> Record:
+        """The values of `STRAGGLER`, if they were measured since the last record."""
+        found = self.stragglers.newly_found()
+        if found is None:
+            return {}
+        if warning := self.stragglers.warning(self.run.world.size):
+            line.say(f"shoal: {warning}")
+        return dict(zip(STRAGGLER, (found.rank, found.late_seconds, found.cost_fraction), strict=True))
 
     def _mfu(self, seconds: float) -> float | None:
         """Counted FLOPs per second over the datasheet's peak of all devices; None unless both are known."""

@@ -1,4 +1,4 @@
-"""Rows of JSONL for fine-tuning. A row is one of
+"""Rows of JSONL or Parquet for fine-tuning. A row is one of
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"instruction": "...", "input": "...", "output": "..."}         a user's message and its answer; input is optional
@@ -16,11 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.data.sources.files import JSONL_ENDINGS, files_under, read_bytes
+from shoal.data.sources.files import JSONL_ENDINGS, PARQUET_ENDINGS, files_under, read_bytes
+from shoal.data.sources.parquet.read import columns_of, dict_rows
 from shoal.errors import ShoalError
 
 KINDS = ({"messages"}, {"instruction", "output"}, {"prompt", "completion"})
 """Keys by which a row is recognised."""
+KEYS = {"input"}.union(*KINDS)
+"""All keys that are read."""
+ROW_ENDINGS = JSONL_ENDINGS | PARQUET_ENDINGS
 FIX = 'lines such as {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
 
@@ -37,8 +41,10 @@ Row = tuple[Turn, ...]
 
 
 def is_chat(path: Path) -> bool:
-    """Whether the first row of JSONL files is one of the kinds above."""
-    for file in files_under(path, JSONL_ENDINGS):
+    """Whether the first row of JSONL files, or the columns of Parquet files, are one of the kinds above."""
+    for file in files_under(path, ROW_ENDINGS):
+        if file.suffix.lower() in PARQUET_ENDINGS:
+            return any(kind <= set(columns_of(file)) for kind in KINDS)
         first = next((line for line in read_bytes(file).split(b"\n") if line.strip()), None)
         if first is not None:
             try:
@@ -50,18 +56,24 @@ def is_chat(path: Path) -> bool:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file, or of all JSONL files below a folder."""
-    for file in files_under(path, JSONL_ENDINGS):
+    """The rows of a file, or of all JSONL and Parquet files below a folder."""
+    for file in files_under(path, ROW_ENDINGS):
+        if file.suffix.lower() in PARQUET_ENDINGS:
+            yield from (_row(row, f"{file} row {number}") for number, row in enumerate(dict_rows(file, KEYS), start=1))
+            continue
         for number, line in enumerate(read_bytes(file).split(b"\n"), start=1):
             if line.strip():
-                yield _row(line, f"{file} line {number}")
+                yield _row(_parsed(line, f"{file} line {number}"), f"{file} line {number}")
 
 
-def _row(line: bytes, where: str) -> Row:
+def _parsed(line: bytes, where: str) -> Any:
     try:
-        found = json.loads(line)
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ShoalError(f"{where} must be JSON: {error}", fix=FIX, code="D070") from error
+
+
+def _row(found: Any, where: str) -> Row:
     if not isinstance(found, dict) or not any(kind <= found.keys() for kind in KINDS):
         keys = ", ".join(map(str, found)) if isinstance(found, dict) else type(found).__name__
         raise ShoalError(

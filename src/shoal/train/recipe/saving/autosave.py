@@ -26,6 +26,7 @@ from shoal.checkpoint.state.base_fingerprint import reject_other_base
 from shoal.checkpoint.storage.manifest import Manifest
 from shoal.checkpoint.storage.store import Store
 from shoal.comm.all_or_none import on_main
+from shoal.config.data_source import spelled
 from shoal.config.duration import Duration
 from shoal.config.recipe import Recipe
 from shoal.config.resume_compat import reject_changes
@@ -33,6 +34,7 @@ from shoal.errors import ShoalError
 from shoal.files import PrivateFolder
 from shoal.launch.worker import note_saved
 from shoal.observe.run_directory import locked
+from shoal.predict.goodput.recovery import best_interval
 from shoal.train.recipe.preflight import Job, units
 from shoal.train.recipe.saving.memory_flush import DISK, MEMORY_FIX, memory_folder, own_folder, place_of
 from shoal.train.run import Run
@@ -44,15 +46,6 @@ LEAST_AUTO = 5.0
 """The shortest interval, in seconds, that `auto` chooses."""
 
 Say = Callable[[str], None]
-
-
-def best_interval(cost: float, mtbf: float) -> float:
-    """Seconds between two saves by Young's formula: they minimise the cost of saves plus the work lost to a failure.
-
-    >>> round(best_interval(cost=0.5, mtbf=24 * 3600))
-    294
-    """
-    return math.sqrt(2 * cost * mtbf)
 
 
 @dataclass(kw_only=True)
@@ -300,8 +293,8 @@ def reject_other_data(manifest: Manifest, job: Job, store: Store) -> str:
     found = job.fingerprint.difference(saved) if isinstance(saved, dict) else ""
     if found and job.recipe.data.changed == "reject":
         raise ShoalError(
-            f"the data of {job.recipe.data.source!r} is not what the run in {store.where} was trained on: {found};"
-            " nothing was touched",
+            f"the data of {spelled(job.recipe.data.source)} is not what the run in {store.where} was trained on:"
+            f" {found}; nothing was touched",
             fix="restore the data; or --resume fresh to start over; or --data.changed accept to resume on the"
             " changed data, of which samples may then be seen twice or not at all in this epoch",
             code="C028",

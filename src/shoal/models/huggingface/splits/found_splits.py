@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from shoal.blueprint.description import Split
 from shoal.blueprint.placement import is_inside
-from shoal.models.huggingface.block_copies import block_copies
 from shoal.models.huggingface.modules import attentions, blocks_without_plan
-from shoal.models.huggingface.regions import Region, linears, regions_of
+from shoal.models.huggingface.splits.block_copies import BlockCopy, block_copies
+from shoal.models.huggingface.splits.flow import Flow
+from shoal.models.huggingface.splits.regions import Region
+from shoal.models.huggingface.splits.trial import proven
+from shoal.parallel.tensor_parts.linear_dims import PLAIN, linear_dims
 
 
 @dataclass
@@ -25,6 +29,8 @@ class FoundSplits:
     """Of layers and regions; all else is whole."""
     per_rank: dict[str, tuple[str, ...]] = field(default_factory=dict)
     parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    cuts: dict[str, int] = field(default_factory=dict)
+    """Parameter → the dim along which it is cut, where that is not what its split says."""
     homes: dict[str, bool] = field(default_factory=dict)
     """The innermost module around the columns of each region → whether they read its input."""
 
@@ -53,19 +59,42 @@ def found_splits(model: Any, except_for: Collection[str]) -> FoundSplits:
             for region in regions_of(block):
                 for name in block.names:
                     if not is_inside(f"{name}.{region.row}", except_for):
-                        _add(found, name, region)
+                        _add(found, model, name, region)
     return _known[model]
+
+
+def regions_of(block: BlockCopy) -> Iterator[Region]:
+    """The regions of a block that were proven."""
+    try:
+        with torch.enable_grad():
+            candidates = Flow(block).regions()
+    except Exception:  # it reads what a trial does not give it
+        candidates = []
+    tried = (proven(block, region) for region in candidates)
+    return (region for region in tried if region is not None)
 
 
 def _are_left(model: Any, known: Collection[str]) -> bool:
     """Whether some linear layer of a block is in no region that is known."""
-    inside = (f"{block}.{name}" for block in blocks_without_plan(model) for name in linears(model.get_submodule(block)))
-    return any(not is_inside(name, known) for name in inside)
+    inside = (item for block in blocks_without_plan(model) for item in _named(model, block))
+    return any(not is_inside(name, known) and linear_dims(module) is not None for name, module in inside)
 
 
-def _add(found: FoundSplits, block: str, region: Region) -> None:
+def _named(model: Any, block: str) -> Iterator[tuple[str, nn.Module]]:
+    yield from model.get_submodule(block).named_modules(prefix=block)
+
+
+def _add(found: FoundSplits, model: Any, block: str, region: Region) -> None:
+    whole = {name.rpartition(".")[0] for name in region.others}
+    found.splits |= {f"{block}.{name}": Split.HEADS for name in whole if name != region.home}
+    found.splits |= {f"{block}.{name}": Split.LATENT for name in region.latent}
     found.splits |= {f"{block}.{name}": Split.COLUMN for name in region.columns}
     found.splits[f"{block}.{region.row}"] = Split.ROW
+    found.cuts |= {f"{block}.{name}": dim for name, dim in region.cuts}
+    for name in (*region.columns, region.row):
+        dims = linear_dims(model.get_submodule(f"{block}.{name}")) or PLAIN
+        if dims is not PLAIN:
+            found.cuts[f"{block}.{name}.weight"] = dims.inputs if name == region.row else dims.outputs
     home = f"{block}.{region.home}".removesuffix(".")
     found.homes[home] = region.reads_home
     if region.reads_home:

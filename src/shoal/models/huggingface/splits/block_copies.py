@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from shoal.models.huggingface.modules import pattern_of
 from shoal.models.huggingface.order import inputs_of, takes
 from shoal.parallel.pipeline.known_values import KnownValues
 from shoal.parallel.pipeline.skeleton import Call, skeleton_of
+from shoal.parallel.tensor_parts.linear_dims import linear_dims
 
 TOKENS = 4
 SETTINGS = (bool, int, float, str, type(None))
@@ -37,52 +39,105 @@ class BlockCopy:
     options: dict[str, Any]
     names: tuple[str, ...]
     """The blocks of the model that are alike."""
+    is_chained: bool = True
+    """Whether each block of the model reads the first output of the one before, and nothing else changes it."""
+
+    reads_first: bool = False
+    """Whether the model reads nothing but the first output of a block, and not, for example, scores of attention."""
 
     def run(self) -> Any:
-        """What the block returns."""
-        return self.module(*self.arguments, **self.options)
+        """What the model reads of the block."""
+        output = self.module(*self.arguments, **self.options)
+        return output[0] if self.reads_first and isinstance(output, tuple | list) else output
 
 
 def block_copies(model: Any, blocks: tuple[str, ...]) -> Iterator[BlockCopy]:
     """A copy of each kind of block; none, if the model cannot be run without values."""
     skeleton = skeleton_of(model)
-    calls = _calls(skeleton, blocks)
+    calls, is_chained = _calls(skeleton, blocks)
+    reads_first = bool(calls) and _reads_first(skeleton, blocks)
     kinds: dict[Any, list[str]] = {}
     for name in calls:
         kinds.setdefault(_kind(name, skeleton.get_submodule(name)), []).append(name)
     for names in kinds.values():
         generator = torch.Generator().manual_seed(0)
         module = copy.deepcopy(skeleton.get_submodule(names[0])).to_empty(device="cpu").double().eval()
+        _make_plain(module)
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.copy_(_values(tensor, generator) / max(1, tensor.shape[-1] if tensor.dim() > 1 else 1) ** 0.5)
         arguments, options = tree_map_only(Tensor, partial(_values, generator=generator), calls[names[0]])
-        yield BlockCopy(module, arguments, options, tuple(names))
+        yield BlockCopy(module, arguments, options, tuple(names), is_chained, reads_first)
 
 
-def _calls(skeleton: Any, blocks: tuple[str, ...]) -> dict[str, Call]:
+def _make_plain(block: nn.Module) -> None:
+    """Replace layers that compute the same as an nn.Linear, as Conv1D of GPT-2, by one."""
+    found = {name: linear_dims(one) for name, one in block.named_modules() if type(one) is not nn.Linear}
+    for name, dims in found.items():
+        if dims is not None and name:
+            old: Any = block.get_submodule(name)
+            outputs, inputs = old.weight.shape[dims.outputs], old.weight.shape[dims.inputs]
+            plain = nn.Linear(inputs, outputs, bias=getattr(old, "bias", None) is not None, dtype=torch.float64)
+            block.set_submodule(name, plain)
+
+
+def _calls(skeleton: Any, blocks: tuple[str, ...]) -> tuple[dict[str, Call], bool]:
+    """The arguments of each block, and whether all are a chain."""
     inputs = inputs_of(skeleton)
     if inputs is None:
-        return {}
+        return {}, False
     found: dict[str, Call] = {}
+    links: list[Any] = []
+    """Output of a block, input of the next one, and so on."""
 
     def note(name: str) -> Any:
         def hook(_module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             found.setdefault(name, (arguments, dict(options)))
+            links.append(arguments[0] if arguments else options.get("hidden_states"))
 
         return hook
 
+    def note_output(_module: nn.Module, _arguments: Any, output: Any) -> None:
+        links.append(output[0] if isinstance(output, tuple | list) else output)
+
     experts.install(skeleton)
-    for name in blocks:
-        skeleton.get_submodule(name).register_forward_pre_hook(note(name), with_kwargs=True)
+    with ExitStack() as stack:
+        for name in blocks:
+            block = skeleton.get_submodule(name)
+            stack.callback(block.register_forward_pre_hook(note(name), with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(note_output).remove)
+        if not _runs(skeleton, inputs):
+            return {}, False
+    pairs = zip(links[1:-1:2], links[2::2], strict=True)
+    return found, len(links) == 2 * len(blocks) and all(output is x for output, x in pairs)
+
+
+def _reads_first(skeleton: Any, blocks: tuple[str, ...]) -> bool:
+    """Whether a model runs when its blocks return, beside their first output, objects that nothing can be computed
+    of. None would not do: T5 computes another position bias then."""
+
+    def first_alone(_module: nn.Module, _arguments: Any, output: Any) -> Any:
+        if not isinstance(output, tuple | list):
+            return output
+        return type(output)([output[0], *[object() for _ in output[1:]]])
+
+    inputs = inputs_of(skeleton)
+    with ExitStack() as stack:
+        for name in blocks:
+            stack.callback(skeleton.get_submodule(name).register_forward_hook(first_alone).remove)
+        return inputs is not None and _runs(skeleton, inputs)
+
+
+def _runs(skeleton: Any, inputs: Mapping[str, Tensor]) -> bool:
+    """Run a model without memory; False: it needs other inputs, or real values."""
     known = KnownValues()
     options: dict[str, Any] = {name: known.input_of(torch.float32)(x) for name, x in _short(inputs).items()}
     try:
         with torch.enable_grad(), torch.device("meta"), known:
             skeleton(**options, **({"use_cache": False} if takes(skeleton, "use_cache") else {}))
-    except Exception:  # it needs other inputs, or real values
-        return {}
-    return found
+    except Exception:
+        return False
+    return True
 
 
 def _short(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,7 @@ def hugging_face(source: str, field: str) -> Corpus:
     table = _load(datasets, source.removeprefix("hf:"))
     columns = [str(name) for name in table.column_names]
     if field not in columns:
-        raise ShoalError(
-            f"data.text_field must be a column of {source} ({', '.join(columns)}), got {field!r}",
-            fix=f"--data.text_field {nearest(field, columns) or columns[0]}",
-            code="D006",
-        )
+        raise reject_column(source, field, columns)
     documents = [text.encode("utf-8", errors="replace") for text in table[field] if text]
     if not documents:
         raise ShoalError(
@@ -36,24 +33,48 @@ def _load(datasets: Any, name: str) -> Any:
     """Open one table of rows. The package raises many kinds of errors (network, names, configs); their text is kept."""
     try:
         folder = Path(name).expanduser()
-        if any((folder / mark).exists() for mark in _SAVED):
+        if is_saved(folder):
             loaded = datasets.load_from_disk(str(folder))
         elif folder.exists():
             loaded = datasets.load_dataset(str(folder), split=SPLIT)
         else:
             loaded = datasets.load_dataset(*name.split(":", maxsplit=1), split=SPLIT)
     except Exception as error:
+        raise cannot_open(name, error) from error
+    return split_of(loaded, name)
+
+
+def split_of(loaded: Any, name: str) -> Any:
+    """The training split of several; a single table is that."""
+    if not isinstance(loaded, dict):
+        return loaded
+    if SPLIT not in loaded:
         raise ShoalError(
-            f"the dataset {name!r} cannot be opened: {type(error).__name__}: {error}",
-            fix="--data.source hf:NAME, hf:NAME:CONFIG, or hf:PATH of a folder",
-            code="D008",
-        ) from error
-    if isinstance(loaded, dict):
-        if SPLIT not in loaded:
-            raise ShoalError(
-                f"{name} must have the split {SPLIT!r}, got {', '.join(loaded)}",
-                fix=f"--data.source hf:{name}/{next(iter(loaded))}",
-                code="D009",
-            )
-        return loaded[SPLIT]
-    return loaded
+            f"{name} must have the split {SPLIT!r}, got {', '.join(loaded)}",
+            fix=f"--data.source hf:{name}/{next(iter(loaded))}",
+            code="D009",
+        )
+    return loaded[SPLIT]
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote the folder."""
+    return any((folder / mark).exists() for mark in _SAVED)
+
+
+def reject_column(source: str, field: str, columns: Sequence[str]) -> ShoalError:
+    """The error for a column that is not there."""
+    return ShoalError(
+        f"data.text_field must be a column of {source} ({', '.join(columns)}), got {field!r}",
+        fix=f"--data.text_field {nearest(field, columns) or columns[0]}",
+        code="D006",
+    )
+
+
+def cannot_open(name: str, error: Exception) -> ShoalError:
+    """The error for a dataset that the package cannot open or read."""
+    return ShoalError(
+        f"the dataset {name!r} cannot be opened: {type(error).__name__}: {error}",
+        fix="--data.source hf:NAME, hf:NAME:CONFIG, or hf:PATH of a folder",
+        code="D008",
+    )

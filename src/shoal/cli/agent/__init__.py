@@ -1,0 +1,62 @@
+"""`shoal agent --join HOST:PORT`: be the agent of this host in a run of `shoal train --hosts`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.cli.options import check_words, run_tyro
+from shoal.comm.rendezvous.key import Key
+from shoal.errors import ShoalError, raise_if
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    """Join a run of `shoal train --hosts` as one of its hosts. `shoal train` starts agents by ssh. On Slurm, on
+    Kubernetes and by hand this command does, with the key of the run in SHOAL_KEY or SHOAL_KEY_FILE."""
+
+    join: str = ""
+    """The address of the coordinator: HOST:PORT."""
+
+    name: str = ""
+    """The name of this host in --hosts. Empty: its host name."""
+
+    key_from_stdin: bool = False
+    """Read the key from the first line of stdin."""
+
+    json: bool = False
+    """Print an error as one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve the coordinator; 0 when it let this agent go."""
+    if "--help" in arguments or "-h" in arguments:
+        run_tyro(Agent, ["--help"], prog="shoal agent")
+    checked = check_words(Agent, list(arguments), prog="shoal agent")
+    raise_if(checked.problems)
+    options = run_tyro(Agent, checked.words, prog="shoal agent")
+    host, _, port = options.join.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        what = f"--join must be the coordinator's HOST:PORT, got {options.join[:80]!r}"
+        raise ShoalError(what, fix="shoal agent --join 10.0.0.1:29400", code="N050")
+    key = _key_of(options)
+    from shoal.cli.train import as_verb
+    from shoal.launch.hosts.agent.join import run_agent
+
+    return run_agent((host, int(port)), key, options.name or socket.gethostname(), as_verb().prepare)
+
+
+def _key_of(options: Agent) -> Key:
+    """The key from stdin, or that of the environment or the home directory."""
+    from shoal.cli.agent.keys import handed_over, shared_key
+
+    if not options.key_from_stdin:
+        return shared_key()
+    text = sys.stdin.readline().strip()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return handed_over(text)

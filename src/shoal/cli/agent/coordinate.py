@@ -1,0 +1,103 @@
+"""`shoal train --hosts`: coordinate the agents of all hosts, and restart them from the last checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from shoal.cli.agent.keys import handed_over, shared_key
+from shoal.cli.agent.prepare import TrainVerb
+from shoal.comm.rendezvous.environment import Placement, read_environment
+from shoal.config.recipe import Recipe
+from shoal.elastic.replan import plan_for_ranks
+from shoal.elastic.restart import with_restarts
+from shoal.errors import ShoalError
+from shoal.launch.hosts.agent.join import run_agent
+from shoal.launch.hosts.coordinator import coordinating
+from shoal.launch.hosts.generation import Job
+from shoal.launch.hosts.hostlist import choose_address, read_hosts, reject_loopback_names
+from shoal.launch.hosts.ssh import NOBODY, SSH
+
+
+def train_on_hosts(
+    options: Any, words: Sequence[str], recipe: Recipe, verb: TrainVerb, start_time: float
+) -> tuple[dict[str, Any], bool]:
+    """Train on all hosts of --hosts; returns the summary of the run, and whether it was written."""
+    _reject_launcher()
+    hosts = read_hosts(options.hosts, default_slots=recipe.launch.nproc)
+    reject_loopback_names(hosts)
+    _reject_memory_tier(recipe)
+    ssh = options.ssh or os.environ.get("SHOAL_SSH") or SSH
+    job = Job(
+        words=words,
+        recipe=None if options.recipe is None else hashlib.sha256(options.recipe.read_bytes()).hexdigest(),
+        name=secrets.token_hex(8),
+        grace_period=recipe.launch.grace_period,
+        start_time=start_time,
+        plan_for=partial(_plan_for, recipe, sum(host.slots for host in hosts)),
+    )
+
+    def be_agent(address: tuple[str, int], key: str, name: str) -> int:
+        return run_agent(address, handed_over(key), name, verb.prepare)
+
+    with coordinating(
+        hosts,
+        choose_address(hosts, options.listen),
+        job,
+        key=shared_key() if ssh == NOBODY else None,
+        ssh=ssh,
+        local_agent=be_agent,
+        timeout=recipe.launch.timeout,
+        min_hosts=_min_hosts(options.min_hosts, len(hosts)),
+    ) as coordinator:
+        most = 0 if recipe.run.fast_dev_run else recipe.launch.max_restarts
+        value = with_restarts(coordinator.run, most=most, say=_say, sleep=coordinator.pause)
+    return value["summary"], value["is_written"]
+
+
+def place_on_hosts(text: str | None, nproc: int | None) -> Placement:
+    """The place of rank 0 on the hosts of --hosts, to check a job for them on this host."""
+    slots = [host.slots for host in read_hosts(text or "", default_slots=nproc)]
+    return Placement(rank=0, world_size=sum(slots), local_rank=0, local_world_size=slots[0])
+
+
+def _plan_for(recipe: Recipe, all_ranks: int, world_size: int) -> str | None:
+    """The plan for the ranks that are left; None: that of the command, or the planner's."""
+    if world_size == all_ranks or recipe.run.planned:
+        return None
+    return str(plan_for_ranks(recipe.plan, world_size, recipe.data.global_batch))
+
+
+def _min_hosts(wanted: int | None, num_hosts: int) -> int:
+    if wanted is not None and not 1 <= wanted <= num_hosts:
+        what = f"--min-hosts must be 1 to {num_hosts}, the number of hosts, got {wanted}"
+        raise ShoalError(what, fix="--min-hosts 1", code="N065")
+    return wanted or num_hosts
+
+
+def _reject_launcher() -> None:
+    placement = read_environment(os.environ)
+    if placement is not None and placement.world_size > 1:
+        raise ShoalError(
+            f"--hosts starts the ranks itself, but this is rank {placement.rank} of {placement.source}",
+            fix="give the command once, without torchrun, srun or mpirun; or leave --hosts out",
+            code="N068",
+        )
+
+
+def _reject_memory_tier(recipe: Recipe) -> None:
+    if recipe.checkpoint.memory_every.amount:
+        raise ShoalError(
+            "checkpoint.memory_every saves to the memory of one host, and cannot be used with --hosts",
+            fix="--checkpoint.memory_every 0step, and --checkpoint.every 1min",
+            code="N062",
+        )
+
+
+def _say(text: str) -> None:
+    print(f"shoal: {text}", file=sys.stderr, flush=True)

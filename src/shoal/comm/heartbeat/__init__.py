@@ -1,0 +1,1 @@
+"""Heartbeats: what each rank does now, in shared memory that its supervisor reads."""

@@ -1,0 +1,92 @@
+"""Count the point-to-point messages of this rank, which torch's flight recorder leaves out on gloo.
+
+A message between two ranks is like a collective of two: the sender enters it with `send`, the receiver with `recv`. So
+each direction between two ranks of a group is a channel with a counter at both ends. The counters are kept at the
+three methods of torch's `ProcessGroup` through which Python sends all messages: pipelines, `batch_isend_irecv`, and a
+user's `dist.send`. A message costs a microsecond more.
+
+The `Work` of a message says whether it has arrived. Only a weak reference is held, so its tensor is not kept alive; a
+`Work` without any other reference was waited for.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+ANY_SOURCE = -1
+
+
+class MessageCounter:
+    """Channel → messages of this rank. A channel is `group:sender>receiver`, by ranks of the group."""
+
+    def __init__(self) -> None:
+        self._entered: dict[tuple[str, int, int], int] = {}
+        self._pending: dict[tuple[str, int, int], list[Any]] = {}
+
+    def note(self, group: dist.ProcessGroup, sender: int, receiver: int, work: Any) -> None:
+        """Count a message that this rank has just started to send or to receive."""
+        channel = (group.group_name, sender, receiver)
+        self._entered[channel] = self._entered.get(channel, 0) + 1
+        pending = self._pending.setdefault(channel, [])
+        pending.append(weakref.ref(work))
+        if len(pending) > 64:  # no heartbeat has come by
+            pending[:] = [each for each in pending if _is_pending(each)]
+
+    def per_group(self) -> dict[str, int]:
+        """Group → messages that this rank has sent and received."""
+        found: dict[str, int] = {}
+        for (group, _, _), entered in list(self._entered.items()):
+            found[group] = found.get(group, 0) + entered
+        return found
+
+    def counters(self) -> dict[str, tuple[int, int]]:
+        """Channel → number of entered and of completed messages."""
+        found = {}
+        for channel, entered in list(self._entered.items()):
+            pending = self._pending[channel]
+            pending[:] = [each for each in pending if _is_pending(each)]
+            group, sender, receiver = channel
+            found[f"{group}:{sender}>{receiver}"] = entered, entered - len(pending)
+        return found
+
+
+def _is_pending(reference: Any) -> bool:
+    work = reference()
+    try:
+        return work is not None and not work.is_completed()
+    except RuntimeError:  # it has failed
+        return False
+
+
+def count_messages(counter: MessageCounter) -> Callable[[], None]:
+    """Count all messages of this process; return a function that ends it."""
+    methods = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")}
+
+    def counted(original: Any, name: str) -> Any:
+        @functools.wraps(original)
+        def call(group: dist.ProcessGroup, tensors: Any, *args: Any, **options: Any) -> Any:
+            work = original(group, tensors, *args, **options)
+            me = group.rank()
+            if name == "send":
+                counter.note(group, me, args[0] if args else options["dstRank"], work)
+            elif name == "recv":
+                counter.note(group, args[0] if args else options["srcRank"], me, work)
+            else:
+                counter.note(group, ANY_SOURCE, me, work)
+            return work
+
+        return call
+
+    for name, original in methods.items():
+        setattr(dist.ProcessGroup, name, counted(original, name))
+
+    def end() -> None:
+        for name, original in methods.items():
+            setattr(dist.ProcessGroup, name, original)
+
+    return end

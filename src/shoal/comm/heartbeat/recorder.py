@@ -1,0 +1,143 @@
+"""Counters and tickets of all collectives, from torch's flight recorder.
+
+The recorder sees every collective at the lowest level: those of DDP's and FSDP's own code, of compiled graphs and of a
+user's `dist.all_reduce`. It is on by default, also for gloo. A ring holds the last entries. All use of its private
+functions is in this file, and `tests/dist/test_heartbeat.py` notices when they change.
+
+    counters()   group → (entered, completed): 20 µs, so a heartbeat can read it ten times a second
+    tickets()    the last collectives with operation, sizes and time of arrival: 2 ms for a ring of 64 entries
+
+On gloo an entry stays in the state "scheduled", and its end time stays 0 (torch 2.11 to 2.13): `retired` says whether
+it has ended. Point-to-point messages are not recorded on gloo, but its sequence numbers count them; see `messages`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
+RING_SIZE = "64"
+"""Entries of the ring. A dump takes 30 µs per entry, and a stalled rank has only a few collectives in flight."""
+
+_DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
+_DTYPES |= {"Byte": "uint8", "Int": "int32", "Long": "int64", "Bool": "bool"}
+
+Counters = dict[str, tuple[int, int]]
+"""Name of a group → number of its last entered and of its last completed collective, from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One collective that this rank has entered."""
+
+    group: str
+    number: int
+    operation: str
+    dtypes: tuple[str, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    """Of its inputs."""
+    nanoseconds: int
+    """When it was entered, on the clock of this machine."""
+    is_done: bool
+
+    def inputs(self) -> str:
+        """Dtypes and sizes of its inputs.
+
+        >>> Ticket("0", 7, "all_reduce", ("Float",), ((3, 4),), 0, False).inputs()
+        'float32[3, 4]'
+        """
+        parts = [
+            f"{_DTYPES.get(dtype, dtype)}{list(size)}" for dtype, size in zip(self.dtypes, self.sizes, strict=True)
+        ]
+        return f"{', '.join(parts[:3])}{', ...' if parts[3:] else ''}"
+
+
+def limit_ring() -> None:
+    """Set the size of the ring, unless the user has; before the first group is made."""
+    os.environ.setdefault(SIZE_VARIABLE, RING_SIZE)
+
+
+def counters(messages: Mapping[str, int]) -> Counters:
+    """The counters of all groups that have been used. `messages`: group → point-to-point messages of this rank.
+
+    The number of pending collectives is not exact: it is 0, or at least 1. The tickets have it.
+    """
+    found: Counters = {}
+    known = {group.group_name: group for group in _groups()}
+    for dumped in _dumps(with_entries=False):
+        for name, status in dumped.get("pg_status", {}).items():
+            entered, completed = (int(status[f"last_{kind}_collective"]) for kind in ("enqueued", "completed"))
+            is_pending = entered > completed
+            if name in known and "gloo" in dist.get_backend_config(known[name]):
+                entered = known[name]._get_sequence_number_for_group() - messages.get(name, 0)
+            found[name] = entered, entered - is_pending
+    return found
+
+
+def exact(counted: Counters, recorded: Iterable[Ticket]) -> Counters:
+    """The counters with the number of the first pending collective, from the tickets."""
+    found = dict(counted)
+    for ticket in recorded:
+        if not ticket.is_done and ticket.group in found:
+            entered, completed = found[ticket.group]
+            found[ticket.group] = entered, min(completed, ticket.number - 1)
+    return found
+
+
+def tickets() -> list[Ticket]:
+    """The last collectives of this rank, oldest first."""
+    return [_ticket(entry) for dumped in _dumps(with_entries=True) for entry in dumped.get("entries", [])]
+
+
+def _ticket(entry: dict[str, Any]) -> Ticket:
+    return Ticket(
+        group=entry["process_group"][0],
+        number=entry["collective_seq_id"],
+        operation=entry["profiling_name"].rpartition(":")[2],
+        dtypes=tuple(entry["input_dtypes"]),
+        sizes=tuple(tuple(size) for size in entry["input_sizes"]),
+        nanoseconds=entry["time_created_ns"],
+        is_done=entry["retired"],
+    )
+
+
+def _dumps(*, with_entries: bool) -> Iterator[dict[str, Any]]:
+    """What the recorders of gloo and of NCCL hold; each has one of its own."""
+    names = ["_dump_fr_trace_json"]
+    if torch.cuda.is_initialized():
+        names.append("_dump_nccl_trace_json")
+    for name in names:
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            yield json.loads(dump(with_entries, False))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group: its axis of the layout, and its ranks."""
+
+    axis: str
+    ranks: tuple[int, ...]
+
+
+def groups() -> dict[str, Group]:
+    """All groups that this rank belongs to, by torch's name."""
+    found = {}
+    for group in _groups():
+        axis = {"default_pg": "world", "undefined": ""}.get(group.group_desc, group.group_desc)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        found[group.group_name] = Group(axis or f"group {group.group_name}", ranks)
+    return found
+
+
+def _groups() -> list[Any]:
+    """The groups that this rank is in. torch has a placeholder for each of those that it is not in."""
+    known = list(dist.distributed_c10d._world.pg_group_ranks) if dist.is_initialized() else []
+    return [group for group in known if isinstance(group, dist.ProcessGroup)]

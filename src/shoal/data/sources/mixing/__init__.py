@@ -1,0 +1,1 @@
+"""Mixtures of several sources: whether they fit together."""

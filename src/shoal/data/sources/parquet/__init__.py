@@ -1,0 +1,1 @@
+"""Parquet files: rows of text, of token ids, or of conversations."""

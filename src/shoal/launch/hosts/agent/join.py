@@ -1,0 +1,110 @@
+"""Connect an agent to its coordinator, and again after the network between them was cut."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+from shoal.comm.rendezvous.key import Key
+from shoal.errors import ShoalError
+from shoal.launch.hosts.agent.loop import Agent, Silent
+from shoal.launch.hosts.agent.template import Prepare
+from shoal.launch.hosts.messages import Channel, Ended, WrongKey, prove
+from shoal.launch.hosts.versions import facts
+
+SECONDS_TO_CONNECT = 6.0
+SECONDS_TO_REJOIN = 600.0
+"""Seconds in which an agent without workers tries to reach its coordinator again."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def run_agent(address: tuple[str, int], key: Key, name: str, prepare: Prepare) -> int:
+    """Serve the coordinator at an address until it lets this agent go; the exit code."""
+    agent = Agent(key.secret, prepare)
+
+    def enqueue(number: int, frame: FrameType | None) -> None:
+        if agent.runner is None:  # nothing to save
+            raise SystemExit(128 + number)
+        agent.signals.append(number)
+
+    for number in _SIGNALS:
+        signal.signal(number, enqueue)
+    try:
+        channel = join(address, key, name)
+        while True:
+            try:
+                agent.serve(channel)
+                return 0
+            except (Silent, Ended):
+                agent.lose_coordinator()
+                _say(f"the connection to the coordinator at {_shown(address)} is lost; the workers here were ended")
+                channel = _rejoin(address, key, name)
+    finally:
+        agent.close()
+
+
+def join(address: tuple[str, int], key: Key, name: str, seconds: float = SECONDS_TO_CONNECT) -> Channel:
+    """Connect, authenticate both sides, and introduce this host."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            connection = socket.create_connection(address, timeout=max(1.0, deadline - time.monotonic()))
+            break
+        except OSError as error:
+            # A coordinator that has just been started, or that is flooded with connections, is tried again.
+            if time.monotonic() + 0.3 > deadline or isinstance(error, socket.gaierror):
+                raise _unreachable(address, error, name) from None
+            time.sleep(0.2)
+    connection.settimeout(SECONDS_TO_CONNECT)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        channel = prove(connection, key.secret)
+    except WrongKey as error:
+        connection.close()
+        raise ShoalError(
+            f"the coordinator at {_shown(address)} and this host hold different keys: {error};"
+            f" this host has the key of {key.source}",
+            fix="the same SHOAL_KEY here and at the coordinator; or copy its ~/.config/shoal/key to this host",
+            code="N052",
+        ) from None
+    except Ended as error:
+        connection.close()
+        raise _unreachable(address, error, name) from None
+    channel.send({"say": "hello", "name": name, **facts()})
+    return channel
+
+
+def _rejoin(address: tuple[str, int], key: Key, name: str) -> Channel:
+    deadline = time.monotonic() + SECONDS_TO_REJOIN
+    while True:
+        try:
+            return join(address, key, name, seconds=0.0)
+        except ShoalError as error:
+            refused = os.strerror(errno.ECONNREFUSED) in str(error)  # its host answers, and it has ended
+            if refused or "N053" not in error.codes or time.monotonic() > deadline:
+                raise
+            time.sleep(0.3)
+
+
+def _unreachable(address: tuple[str, int], error: Exception, name: str) -> ShoalError:
+    text = getattr(error, "strerror", None) or str(error)
+    return ShoalError(
+        f"host {name} cannot connect to the coordinator at {_shown(address)}: {text}",
+        fix=f"open port {address[1]} and the next one on the coordinator's host (--listen ADDRESS:PORT fixes them), or"
+        f" --listen another address of it; to try: `nc -vz {address[0]} {address[1]}` on {name}",
+        code="N053",
+    )
+
+
+def _shown(address: tuple[Any, ...]) -> str:
+    return f"{address[0]}:{address[1]}"
+
+
+def _say(text: str) -> None:
+    print(f"shoal agent: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,296 @@
+"""The agent of one host: it obeys the coordinator, and ends its workers when the coordinator is gone.
+
+    coordinator ── orders ──▶ agent ── orders ──▶ template ── forks ──▶ runner ── forks ──▶ workers
+                ◀─ reports ──       ◀──────────── reports ─────────────┘
+
+The agent loads no torch and waits for nothing but its selector, so a missing heartbeat means a lost host or network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from shoal.launch.hosts.agent.probe import Probe
+from shoal.launch.hosts.agent.template import Prepare, serve_orders
+from shoal.launch.hosts.lifetime import forked
+from shoal.launch.hosts.messages import BEAT, MOST, Channel, Message
+
+TURN = 0.2
+MOST_OUTPUT = 2**16
+PATIENCE = 600.0
+"""Seconds for which the coordinator may be stopped (Ctrl-Z) while its host answers. A dead one closes its socket."""
+MOST_READ = 16
+"""Pieces of output that are relayed in one turn, so that a flood of output does not delay heartbeats."""
+MOST_UNSENT = 2**20
+"""Unsent bytes from which output is not read any more, until the coordinator has read some."""
+
+
+class Silent(Exception):
+    """The host of the coordinator does not answer."""
+
+
+@dataclass(slots=True)
+class Runner:
+    """The running workers of one generation."""
+
+    generation: int
+    pid: int = 0
+    """0: not started yet."""
+    handle: int | None = None
+    """A pidfd, which becomes readable when the runner ends."""
+    kill_at: float | None = None
+    has_reported: bool = False
+
+
+@dataclass(slots=True)
+class Agent:
+    """The agent of one host, with its template and its runner."""
+
+    key: bytes = field(repr=False)
+    prepare: Prepare
+    channel: Channel | None = None
+    link: socket.socket | None = None
+    """To the template; None: it is not started."""
+    template: int = 0
+    outputs: dict[int, int] = field(default_factory=dict)
+    """Descriptor of the output of template and workers → 1 for stdout, 2 for stderr."""
+    runner: Runner | None = None
+    probe: Probe = field(default_factory=Probe)
+    signals: list[int] = field(default_factory=list)
+    is_done: bool = False
+
+    def serve(self, channel: Channel) -> None:
+        """Obey until the coordinator lets this agent go; raises `Ended` or `Silent`."""
+        self.channel = channel
+        last_turn = next_beat = time.monotonic()
+        while not self.is_done:
+            now = time.monotonic()
+            stalled = now - last_turn if now - last_turn > 1.0 else 0.0  # this process was stopped, or got no processor
+            last_turn = now
+            if channel.silence(stalled, PATIENCE):
+                raise Silent
+            if now >= next_beat:
+                next_beat = now + BEAT
+                channel.send({"say": "beat"})
+            self._turn()
+
+    def _turn(self) -> None:
+        assert self.channel is not None
+        with selectors.DefaultSelector() as selector:
+            write = selectors.EVENT_WRITE if self.channel.num_unsent else 0
+            selector.register(self.channel.socket, selectors.EVENT_READ | write)
+            for source in self._sources():
+                selector.register(source, selectors.EVENT_READ)
+            for each in self.probe.sources():
+                is_listening = each is self.probe.listening
+                selector.register(each, selectors.EVENT_READ if is_listening else selectors.EVENT_WRITE)
+            ready: set[object] = {key.fileobj for key, _ in selector.select(TURN)}
+        self.channel.flush()
+        for output in [each for each in self.outputs if each in ready]:
+            self._relay(output)
+        if self.link is not None and self.link in ready:
+            self._hear_template()
+        if self.channel.socket in ready:
+            for order in self.channel.read():
+                self._obey(order)
+        self._watch_runner()
+        if report := self.probe.turn(ready):
+            self.channel.send(report)
+        for number in self.signals[:]:
+            self.signals.remove(number)
+            self.signal_runner(number)
+
+    def _sources(self) -> list[Any]:
+        handle = [] if self.runner is None or self.runner.handle is None else [self.runner.handle]
+        outputs = [] if self._is_congested else list(self.outputs)
+        return [*outputs, *([] if self.link is None else [self.link]), *handle]
+
+    @property
+    def _is_congested(self) -> bool:
+        return self.channel is not None and self.channel.num_unsent > MOST_UNSENT
+
+    def _obey(self, order: Message) -> None:
+        assert self.channel is not None
+        kind = order.get("do")
+        if kind == "listen":
+            self.channel.send(self.probe.listen(str(self.channel.socket.getsockname()[0]), int(order["generation"])))
+        elif kind == "reach":
+            self.probe.reach(order["targets"])
+        elif kind == "prepare":
+            self.probe.close()
+            self._end_runner()
+            self._to_template(order)
+        elif kind == "start":
+            self.runner = Runner(int(order["generation"]))
+            self._to_template(order)
+        elif kind == "stop":
+            self._stop(float(order["seconds"]))
+        elif kind == "signal":
+            self.signal_runner(int(order["number"]))
+        elif kind == "leave":
+            self.is_done = True
+
+    def _to_template(self, order: Message) -> None:
+        if self.link is None:
+            self._start_template()
+        assert self.link is not None
+        self.link.send(json.dumps(order).encode())
+
+    def _start_template(self) -> None:
+        self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pipes = {number: os.pipe() for number in (1, 2)}
+        self.template = forked(partial(self._be_template, theirs, pipes))
+        theirs.close()
+        for number, (read, write) in pipes.items():
+            os.close(write)
+            os.set_blocking(read, False)
+            self.outputs[read] = number
+
+    def _be_template(self, link: socket.socket, pipes: dict[int, tuple[int, int]]) -> int:
+        for number, (read, write) in pipes.items():
+            os.dup2(write, number)
+            os.close(read)
+            os.close(write)
+        assert self.channel is not None
+        assert self.link is not None
+        self.channel.socket.close()  # else the connection would not end with the agent
+        self.link.close()
+        return serve_orders(link, self.prepare, self.key)
+
+    def _hear_template(self) -> None:
+        assert self.link is not None
+        assert self.channel is not None
+        data = self.link.recv(MOST)
+        if not data:
+            self._template_ended()
+            return
+        report = json.loads(data)
+        if report["say"] == "started":
+            self._note_start(report)
+            return
+        if self.runner is not None and report["generation"] == self.runner.generation:
+            self.runner.has_reported = True
+        for output in list(self.outputs):  # printed before the report was made
+            self._relay(output)
+        self.channel.send(report)
+
+    def _template_ended(self) -> None:
+        """Report that the template was killed, and forget it: the next order starts another."""
+        assert self.link is not None
+        assert self.channel is not None
+        for output in list(self.outputs):
+            self._relay(output)
+            self._close_output(output)
+        self.link.close()
+        self.link = None
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.template, 0)
+        self.channel.send({"say": "template ended"})
+
+    def _note_start(self, report: Message) -> None:
+        assert self.runner is not None
+        pid = int(report["pid"])
+        if report["generation"] == self.runner.generation:
+            self.runner.pid = pid
+            with contextlib.suppress(ProcessLookupError):
+                self.runner.handle = os.pidfd_open(pid)
+            if self.runner.kill_at is not None:  # stopped before it was started
+                self.signal_runner(signal.SIGKILL)
+
+    def _relay(self, output: int) -> None:
+        """Send what template and workers have printed."""
+        assert self.channel is not None
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(MOST_READ):
+                data = os.read(output, MOST_OUTPUT)
+                if not data:
+                    self._close_output(output)
+                    return
+                text = data.decode(errors="replace")
+                self.channel.send({"say": "output", "stream": self.outputs[output], "text": text})
+
+    def _close_output(self, output: int) -> None:
+        if self.outputs.pop(output, None) is not None:
+            os.close(output)
+
+    # ---- the runner ------------------------------------------------------------------------------------------------
+
+    def signal_runner(self, number: int) -> None:
+        """Pass a signal to the runner, which passes it to the workers."""
+        if self.runner is not None and self.runner.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.runner.pid, number)
+
+    def _stop(self, seconds: float) -> None:
+        """End the workers within some seconds; `_watch_runner` reports when they have."""
+        assert self.channel is not None
+        if self.runner is None:
+            self.channel.send({"say": "stopped"})
+            return
+        if self.runner.kill_at is None:
+            self.signal_runner(signal.SIGTERM)
+        self.runner.kill_at = time.monotonic() + seconds
+
+    def _watch_runner(self) -> None:
+        runner = self.runner
+        if runner is None or self.channel is None:
+            return
+        if runner.kill_at is not None and time.monotonic() >= runner.kill_at:
+            self.signal_runner(signal.SIGKILL)
+        if runner.pid and not _is_alive(runner):
+            for output in list(self.outputs):
+                self._relay(output)
+            if not runner.has_reported and runner.kill_at is None:
+                self.channel.send({"say": "runner ended", "generation": runner.generation})
+            self._forget_runner()
+            self.channel.send({"say": "stopped", "generation": runner.generation})
+
+    def _end_runner(self) -> None:
+        """Kill the workers now."""
+        if self.runner is not None:
+            self.signal_runner(signal.SIGKILL)
+            self._forget_runner()
+
+    def _forget_runner(self) -> None:
+        if self.runner is not None and self.runner.handle is not None:
+            os.close(self.runner.handle)
+        self.runner = None
+
+    def close(self) -> None:
+        """End the workers and the template, and wait until they have ended."""
+        self._end_runner()
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.template, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.template, 0)
+        for output in list(self.outputs):
+            self._close_output(output)
+
+    def lose_coordinator(self) -> None:
+        """End the workers: another generation may start without this host."""
+        self._end_runner()
+        self.probe.close()
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
+
+def _is_alive(runner: Runner) -> bool:
+    """Whether the runner runs. Its parent, the template, reaps it later, so a pidfd shows it."""
+    if runner.handle is None:
+        return False
+    with selectors.DefaultSelector() as selector:
+        selector.register(runner.handle, selectors.EVENT_READ)
+        return not selector.select(0)

@@ -1,0 +1,163 @@
+"""The workers of one host in one generation, with ranks among those of all hosts.
+
+The `WorkerGroup` is that of a launch on one host. Its function sets each worker's place among all ranks, and its cause
+of a failure is reported as soon as it is decided, while the other workers still end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.network_interface import loopback
+from shoal.launch.failure import Failure, first_failure, raised_error
+from shoal.launch.hosts.messages import Message
+from shoal.launch.hosts.reports import plain_error, plain_failure
+from shoal.launch.local import WorkerGroup, fork_is_safe
+from shoal.launch.scratch import scratch_folder
+from shoal.launch.worker import saved_path, value_path
+
+GRACE = 1.0
+"""Seconds between SIGTERM and SIGKILL for workers whose sibling has failed: all hosts wait for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A function for the workers, its arguments, and how long they may take to end."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    grace_period: float
+    timeout: float
+    finish: Callable[[Any], Any]
+    """Called with the value of rank 0, on its host; returns plain values for the coordinator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPlace:
+    """The place of a host's workers among all ranks."""
+
+    first_rank: int
+    num_local: int
+    world_size: int
+    node: int
+    generation: int
+    store: tuple[str, int]
+    """Address and port of the store."""
+    key: bytes = field(repr=False)
+    job: str
+    interface: str | None
+    """GLOO_SOCKET_IFNAME as the user has set it."""
+
+    @classmethod
+    def of(cls, order: Message, key: bytes) -> HostPlace:
+        """The place in an order to start."""
+        names = ("first_rank", "num_local", "world_size", "node", "generation")
+        return cls(
+            **{name: int(order[name]) for name in names},
+            store=(str(order["store"][0]), int(order["store"][1])),
+            key=key,
+            job=str(order["job"]),
+            interface=os.environ.get("GLOO_SOCKET_IFNAME"),
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class HostGroup(WorkerGroup):
+    """The workers of one host. It reports the cause of a failure at once."""
+
+    report: Callable[[Failure], None]
+    has_reported: bool = False
+
+    def _decide_cause(self, *, since: float) -> None:
+        WorkerGroup._decide_cause(self, since=since)
+        self._report_cause()
+
+    def _check_running(self) -> None:
+        self._report_cause()
+        WorkerGroup._check_running(self)
+
+    def _report_cause(self) -> None:
+        if self.cause is not None and not self.has_reported:
+            self.has_reported = True
+            self.report(self.cause)
+
+
+def run_workers(place: HostPlace, work: Work, send: Callable[[Message], None]) -> int:
+    """Start the workers, watch them, and send what becomes of them; the exit code of a runner."""
+    with scratch_folder() as directory:
+
+        def report(failure: Failure) -> None:
+            send({"say": "failed", "generation": place.generation, **_report(failure, place, directory)})
+
+        group = HostGroup(
+            directory=directory, grace=GRACE, grace_period=work.grace_period, timeout=work.timeout, report=report
+        )
+        try:
+            with group.receiving_signals():
+                method = "fork" if fork_is_safe() else "forkserver"
+                group.start(method, place.num_local, at_global_rank, (place, work.function, *work.args))
+                group.watch()
+            send({"say": "ended", "generation": place.generation, **_outcome(group, place, work)})
+        finally:
+            group.kill()
+    return 0
+
+
+def at_global_rank(local: Placement, store: object, place: HostPlace, function: Callable[..., Any], *args: Any) -> Any:
+    """The function of a worker: call another one with the place among all ranks."""
+    # torch's rendezvous reads from these variables that the coordinator serves the store, and not rank 0.
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    address, port = place.store
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # of a launch on one host: the loopback
+    interface = loopback() if ipaddress.ip_address(address).is_loopback else place.interface
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    placement = Placement(
+        rank=place.first_rank + local.rank,
+        world_size=place.world_size,
+        local_rank=local.rank,
+        local_world_size=place.num_local,
+        node=place.node,
+        master_addr=address,
+        master_port=port,
+        source="shoal",
+        generation=place.generation,
+        key=place.key,
+        job=place.job,
+        has_store=True,
+    )
+    return function(placement, None, *args)
+
+
+def _report(failure: Failure, place: HostPlace, directory: Path) -> Message:
+    error = raised_error(directory, failure.rank)
+    return {
+        "failure": plain_failure(failure, first_rank=place.first_rank),
+        "error": plain_error(error) if error is not None else None,
+        "saved_step": _saved_step(directory),
+    }
+
+
+def _saved_step(directory: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        return int(saved_path(directory).read_text())
+    return None
+
+
+def _outcome(group: HostGroup, place: HostPlace, work: Work) -> Message:
+    failures = [failure for failure in group.ended.values() if failure is not None]
+    if not failures:
+        value = pickle.loads(value_path(group.directory, 0).read_bytes())  # written by this host's own worker
+        return {"outcome": "done", "value": work.finish(value) if place.first_rank == 0 else None}
+    if group.cause is None and group.passed_on is not None:
+        return {"outcome": "killed", "signal": int(group.passed_on)}
+    cause = group.cause or first_failure(failures)
+    return {"outcome": "failed", **_report(cause, place, group.directory)}

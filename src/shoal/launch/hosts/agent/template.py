@@ -1,0 +1,91 @@
+"""A process with torch and the checked job, from which the workers of each generation are forked.
+
+Imports and checks take seconds, in which a process sends no heartbeats. So they happen here, and the agent stays
+responsive. They also happen once: a restart forks a new runner, whose workers start in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shoal.comm.rendezvous.mac import mac
+from shoal.errors import RunFailed, ShoalError
+from shoal.launch.hosts.lifetime import forked
+from shoal.launch.hosts.messages import MOST, Message
+from shoal.launch.hosts.reports import plain_error
+
+if TYPE_CHECKING:
+    from shoal.launch.hosts.agent.runner import Work
+
+Prepare = Callable[[Message], tuple[Message, Callable[[Message], "Work"]]]
+"""Checks the job of an order; returns facts about it, and a function that makes the work of an order to start."""
+
+
+def serve_orders(link: socket.socket, prepare: Prepare, key: bytes) -> int:
+    """Prepare jobs and fork runners as the agent orders, until it closes the link."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the agent passes them to the runner
+    make_work: Callable[[Message], Work] | None = None
+    while data := link.recv(MOST):
+        order = json.loads(data)
+        _reap()
+        if order["do"] == "prepare":
+            answer, make_work = _prepared(order, prepare)
+            _send(link, answer)
+        else:
+            assert make_work is not None
+            pid = forked(partial(_run, order, make_work(order), key, link))
+            _send(link, {"say": "started", "generation": order["generation"], "pid": pid})
+    return 0
+
+
+def _prepared(order: Message, prepare: Prepare) -> tuple[Message, Callable[[Message], Work] | None]:
+    about = {"generation": order["generation"]}
+    try:
+        facts, make_work = prepare(order)
+    except ShoalError as error:
+        return {"say": "rejected", **about, "error": plain_error(error)}, None
+    except BaseException as error:
+        trace = "\n" + traceback.format_exc()[-10_000:]
+        what = f"the job cannot be loaded: {type(error).__name__}: {error}{trace}"
+        return {"say": "rejected", **about, "error": plain_error(RunFailed(what, code="N063"))}, None
+    finally:
+        _flush()
+    return {"say": "prepared", **about, **facts}, make_work
+
+
+def _run(order: Message, work: Work, key: bytes, link: socket.socket) -> int:
+    from shoal.launch.hosts.agent.runner import HostPlace, run_workers
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    place = HostPlace.of(order, mac(key, "workers", str(order["job"]), int(order["generation"])))
+    code = run_workers(place, work, partial(_send, link))
+    _flush()
+    return code
+
+
+def _send(link: socket.socket, message: dict[str, Any]) -> None:
+    """Send one packet. Packets of template and runner arrive whole, and never mixed."""
+    link.send(json.dumps(message).encode())
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()

@@ -1,0 +1,262 @@
+"""The coordinator of a run on several hosts: it starts the agents, and one generation after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from shoal.blueprint.plan import Plan
+from shoal.comm.rendezvous.key import Key
+from shoal.errors import ShoalError
+from shoal.launch.hosts.generation import Generation, Grown, Job
+from shoal.launch.hosts.hostlist import HostSpec
+from shoal.launch.hosts.lifetime import forked
+from shoal.launch.hosts.members import Member, Members
+from shoal.launch.hosts.ssh import NOBODY, Command, start_agent, why_ended
+from shoal.launch.hosts.store import StoreProcess, close_all_but
+
+SECONDS_TO_NOTE = 8.0
+"""Seconds after which hosts that have not joined are named."""
+FENCE = 1.0
+"""Seconds after a host is lost before a generation without it starts."""
+REVIVAL = 5.0
+"""Seconds between two attempts to start the agent of a lost host."""
+_HANG_UP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)  # nohup ignores it
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_HANG_UP)
+
+LocalAgent = Callable[[tuple[str, int], str, str], int]
+"""Serves as the agent of this host: address, key and name; returns an exit code."""
+
+
+@dataclass(slots=True)
+class Coordinator:
+    """All that one run on several hosts needs, from its first agent to its end."""
+
+    members: Members
+    store: StoreProcess
+    job: Job
+    ssh: str
+    key_text: str = field(repr=False)
+    local_agent: LocalAgent
+    timeout: float
+    min_hosts: int
+    number: int = -1
+    """Of the last generation."""
+    num_used: int = 0
+    """The hosts of the last generation."""
+    next_revival: float = 0.0
+    commands: dict[Member, Command] = field(default_factory=dict)
+    local_agents: dict[Member, int] = field(default_factory=dict)
+    signals: list[int] = field(default_factory=list)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The address at which agents join."""
+        host, port = self.members.listening.getsockname()[:2]
+        return str(host), int(port)
+
+    def run(self, restart: int) -> Any:
+        """Run generations until the run ends or one fails; returns the value of rank 0."""
+        while True:
+            self.start_agents()
+            self.wait_for_hosts(least=len(self.members.members) if self.number < 0 else self.min_hosts)
+            self.number += 1
+            with contextlib.suppress(Grown):
+                return self._run_generation(self.members.present)
+
+    def _run_generation(self, hosts: list[Member]) -> Any:
+        generation = Generation(
+            self.number, self.members, hosts, self.job, self.store.address, self.signals, revive=self.revive
+        )
+        try:
+            generation.check_network()
+            generation.prepare()
+            members = [[host.name, host.spec.slots] for host in hosts]
+            self.store.publish({"generation": self.number, "hosts": members, "plan": generation.plan})
+            if len(hosts) != self.num_used:
+                plan = Plan.parse(generation.plan).brief()
+                self.members.say(f"continuing on {len(hosts)} of {len(self.members.members)} hosts: {plan}")
+            self.num_used = len(hosts)
+            generation.wait_until(self._fence())
+            generation.start()
+            return generation.watch()
+        except Grown:
+            raise
+        except BaseException:
+            generation.stop_all(0.0)
+            raise
+
+    def _fence(self) -> float:
+        """The moment from which a host that is only cut off has noticed it too, and has ended its workers."""
+        return max((member.lost_at for member in self.members.members if not member.is_here), default=0.0) + FENCE
+
+    def revive(self) -> None:
+        """Start the agents of missing hosts, now and then."""
+        if len(self.members.present) < len(self.members.members) and time.monotonic() > self.next_revival:
+            self.next_revival = time.monotonic() + REVIVAL
+            self._end_stale_commands()
+            self.start_agents()
+
+    def _end_stale_commands(self) -> None:
+        """End commands whose host was lost some time ago: ssh itself notices that after minutes."""
+        for member, command in self.commands.items():
+            is_old = time.monotonic() > member.lost_at + REVIVAL
+            if member.lost_at and is_old and not member.is_here and command.process.poll() is None:
+                command.end(0.0)
+
+    def start_agents(self) -> None:
+        """Start the agents of hosts that have none."""
+        if self.ssh == NOBODY:
+            return
+        for member in self.members.members:
+            if member.is_here or self._is_starting(member):
+                continue
+            if member.spec.is_local:
+                serve = partial(_be_agent, self.local_agent, self.address, self.key_text, member.name)
+                self.local_agents[member] = forked(serve)
+            else:
+                self.commands[member] = start_agent(member.spec, self.address, self.key_text, self.ssh)
+
+    def _is_starting(self, member: Member) -> bool:
+        """Whether an agent of this host runs, though it is not connected."""
+        if member in self.local_agents:
+            with contextlib.suppress(ChildProcessError):
+                return os.waitpid(self.local_agents[member], os.WNOHANG)[0] == 0
+        return member in self.commands and self.commands[member].process.poll() is None
+
+    def wait_for_hosts(self, least: int) -> None:
+        """Return when every host has joined, or after a restart this many."""
+        began = time.monotonic()
+        is_noted = False
+        while missing := [member for member in self.members.members if not member.is_here]:
+            if len(self.members.present) >= least and len(self.members.members) > least:
+                return
+            self._raise_on_signal()
+            self.members.turn()
+            self._check_commands(missing)
+            waited = time.monotonic() - began
+            if (waited > SECONDS_TO_NOTE or self.ssh == NOBODY) and not is_noted:
+                is_noted = True
+                self.members.say(self._waiting_for(missing))
+            if waited > self.timeout:
+                raise self._missing(missing, waited)
+
+    def _check_commands(self, missing: Sequence[Member]) -> None:
+        """Raise if an agent cannot be started. After a loss, the host may need minutes, and it is tried again."""
+        for member in missing:
+            command = self.commands.get(member)
+            if command is None or member.is_here:
+                continue
+            command.read()
+            if command.process.poll() is not None and self.number < 0:
+                raise why_ended(command)
+        if self.number >= 0:
+            self.revive()
+
+    def _waiting_for(self, missing: Sequence[Member]) -> str:
+        names = ", ".join(member.name for member in missing)
+        rejected = ", ".join(sorted(self.members.rejected))
+        key = f"; processes at {rejected} were rejected: they hold another key" if rejected else ""
+        host, port = self.address
+        return f"waiting for {names}{key}\n    fix: on each of them: shoal agent --join {host}:{port} --name NAME"
+
+    def _missing(self, missing: Sequence[Member], waited: float) -> ShoalError:
+        what, _, fix = self._waiting_for(missing).partition("\n    fix: ")
+        return ShoalError(f"no agent joined in {waited:.0f} s: {what}", fix=fix, code="N058")
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, and keep the agents' heartbeats going."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._raise_on_signal()
+            self.members.turn(min(0.1, max(0.0, until - time.monotonic())))
+
+    def _raise_on_signal(self) -> None:
+        if self.signals:
+            number = self.signals.pop(0)
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    def close(self) -> None:
+        """Let the agents go, and end the store."""
+        self.members.send(self.members.present, {"do": "leave"})
+        deadline = time.monotonic() + 2.0
+        while self.members.present and time.monotonic() < deadline:
+            self.members.turn(0.05)
+        self.members.close()
+        for command in self.commands.values():
+            command.end(1.0)
+        for pid in self.local_agents.values():
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        self.store.close()
+
+
+@contextlib.contextmanager
+def coordinating(
+    hosts: Sequence[HostSpec],
+    address: tuple[str, int],
+    job: Job,
+    *,
+    key: Key | None,
+    ssh: str,
+    local_agent: LocalAgent,
+    timeout: float,
+    min_hosts: int,
+) -> Iterator[Coordinator]:
+    """A coordinator that listens at an address. `key` None: a fresh key, which only started agents get."""
+    key_text = secrets.token_hex(32)
+    secret = key.secret if key is not None else secret_of(key_text)
+    try:
+        listening = socket.create_server(address, backlog=512)
+        store = StoreProcess.start(address[0], address[1] + 1 if address[1] else 0, secret)
+    except OSError as error:
+        what = f"cannot listen at {address[0]}:{address[1]} and the next port: {error.strerror or error}"
+        raise ShoalError(what, fix="--listen with an address of this host and a free port", code="N060") from None
+    members = Members(hosts, secret, listening, _say)
+    coordinator = Coordinator(members, store, job, ssh, key_text, local_agent, timeout, min_hosts, num_used=len(hosts))
+    with _receiving_signals(coordinator.signals):
+        try:
+            yield coordinator
+        finally:
+            coordinator.close()
+
+
+def secret_of(text: str) -> bytes:
+    """The secret of a key that was handed over as text."""
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _be_agent(serve: LocalAgent, address: tuple[str, int], key: str, name: str) -> int:
+    close_all_but()  # else connections of the coordinator would not end with it
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    return serve(address, key, name)
+
+
+@contextlib.contextmanager
+def _receiving_signals(signals: list[int]) -> Iterator[None]:
+    def enqueue(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    before = {number: signal.signal(number, enqueue) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(text: str) -> None:
+    print(f"shoal: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,311 @@
+"""One generation of a run on several hosts: prepare everywhere, start everywhere, and end everywhere.
+
+    agents   ── prepared ─┐                 ┌─ started ── ... ── done ─────────────▶ the value of rank 0
+    here     ── prepare ──┴─ compare ─ start┘
+                                              one fails ─ settle ─ stop all ─ stopped ─▶ the first failure is raised
+
+A failure of one host is reported within `SETTLE` of its decision there, and all others are stopped at once. The rule of
+`launch.failure` decides which one came first: lost peers are echoes, and the loss of a host is a cause.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoal.errors import Problem, RunFailed, ShoalError, raise_if
+from shoal.launch.failure import Failure, first_failure
+from shoal.launch.hosts.members import Member, Members
+from shoal.launch.hosts.messages import Message
+from shoal.launch.hosts.reports import error_from, failure_from
+
+SETTLE = 0.2
+"""Seconds after the first report of a failure in which another host may report an earlier one."""
+SETTLE_ON_ECHO = 2.0
+"""The same, while all reports are of lost peers."""
+MOST_PEERS = 16
+"""Other hosts that each host tries to reach before the start."""
+SECONDS_TO_STOP = 1.0
+"""Seconds between SIGTERM and SIGKILL for ranks of other hosts, when one has failed."""
+SECONDS_TO_END = 10.0
+"""Seconds that an agent may take to report that its workers have ended, after the order to end them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The command of a run, for all hosts."""
+
+    words: Sequence[str]
+    """The arguments of `shoal train`."""
+    recipe: str | None
+    """The SHA-256 of the recipe's file; None: there is no file."""
+    name: str
+    """A random name of this run."""
+    grace_period: float
+    start_time: float
+    plan_for: Callable[[int], str | None]
+    """The plan for a number of ranks; None: that of the command."""
+
+
+class Grown(Exception):
+    """The workers have saved and ended, so that a host that has come back can take part."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """The hosts of one generation, and what they have reported."""
+
+    number: int
+    all: Members
+    hosts: list[Member]
+    job: Job
+    store: tuple[str, int]
+    signals: list[int]
+    """Received signals that are still to be handled."""
+    revive: Callable[[], None]
+    """Called in each turn: start the agents of hosts that are missing."""
+    plan: str = ""
+    prepared: dict[Member, Message] = field(default_factory=dict)
+    done: dict[Member, Message] = field(default_factory=dict)
+    failures: list[tuple[Failure, Message, Member]] = field(default_factory=list)
+    stopped: set[Member] = field(default_factory=set)
+    saved_step: int | None = None
+    passed_on: int | None = None
+    kill_at: float | None = None
+    grows: bool = False
+    """Whether the workers were stopped because a host has come back."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks on all hosts."""
+        return sum(host.spec.slots for host in self.hosts)
+
+    def first_rank(self, host: Member) -> int:
+        """The first rank on a host."""
+        return sum(each.spec.slots for each in self.hosts[: self.hosts.index(host)])
+
+    def ranks(self, host: Member) -> str:
+        """The ranks on a host, in words."""
+        first, last = self.first_rank(host), self.first_rank(host) + host.spec.slots - 1
+        return f"rank {first}" if first == last else f"ranks {first} to {last}"
+
+    # ---- prepare and start -----------------------------------------------------------------------------------------
+
+    def check_network(self) -> None:
+        """Let every host connect to every other one; raises with the pairs that cannot."""
+        if len(self.hosts) == 1:
+            return
+        ports: dict[Member, Message] = {}
+        self.all.send(self.hosts, {"do": "listen", "generation": self.number})
+        self._collect(ports, "listening")
+        for number, host in enumerate(self.hosts):
+            others = [*self.hosts[number + 1 :], *self.hosts[:number]][:MOST_PEERS]
+            targets = [[f"host {each.name}", ports[each]["address"], ports[each]["port"]] for each in others]
+            self.all.send([host], {"do": "reach", "targets": [["the store of the coordinator", *self.store], *targets]})
+        reached: dict[Member, Message] = {}
+        self._collect(reached, "reached")
+        problems = [
+            Problem(
+                "N066",
+                f"host {host.name} cannot connect to {target}: {why}",
+                "open all TCP ports between the hosts of the run; or export GLOO_SOCKET_IFNAME=<a common network>",
+            )
+            for host, report in reached.items()
+            for target, why in report["failed"]
+        ]
+        if problems and self.number:  # another host may have been lost in this moment
+            failed = RunFailed(*problems[:MOST_PEERS])
+            failed.may_pass = True
+            raise failed
+        raise_if(problems[:MOST_PEERS])
+
+    def prepare(self) -> None:
+        """Let every host load and check the job; raises if one rejects it, or has another one."""
+        for host in self.hosts:
+            self.all.send([host], self.order_to_prepare(host))
+        self._collect(self.prepared, "prepared")
+        lead = self.prepared[self.hosts[0]]
+        self.plan = str(lead["plan"])
+        others = [host for host in self.hosts if self.prepared[host]["plan"] != lead["plan"]]
+        for host in others:  # `plan: auto` depends on the calibration of a host; one plan has to hold on all
+            del self.prepared[host]
+            self.all.send([host], {**self.order_to_prepare(host), "plan": lead["plan"]})
+        self._collect(self.prepared, "prepared")
+        self._compare()
+
+    def order_to_prepare(self, host: Member) -> Message:
+        """The order to load and check the job."""
+        return {
+            "do": "prepare", "generation": self.number, "words": list(self.job.words), "recipe": self.job.recipe,
+            "world_size": self.world_size, "num_local": host.spec.slots, "first_rank": self.first_rank(host),
+            "plan": self.job.plan_for(self.world_size), "name": host.name,
+        }  # fmt: skip
+
+    def _collect(self, found: dict[Member, Message], what: str) -> None:
+        """Wait until every host has reported something."""
+        while len(found) < len(self.hosts):
+            self._raise_on_signal()
+            for host, event in self.all.turn():
+                if host not in self.hosts:
+                    continue
+                if event["say"] == what and event.get("generation", self.number) == self.number:
+                    found[host] = event
+                elif event["say"] == "rejected":
+                    raise self._rejected(host, event)
+                elif event["say"] in ("lost", "template ended"):
+                    raise self._lost(host, str(event.get("why", "its process that loads the job was killed")))
+
+    def _rejected(self, host: Member, event: Message) -> ShoalError:
+        """A problem of the command is one of all hosts; the name of the host says where it was found first."""
+        return error_from(event["error"], host=host.name if len(self.hosts) > 1 else "")
+
+    def _compare(self) -> None:
+        lead = self.hosts[0]
+        for host in self.hosts[1:]:
+            for what in ("recipe", "device"):
+                ours, theirs = self.prepared[lead][what], self.prepared[host][what]
+                if ours != theirs:
+                    raise ShoalError(
+                        f"host {host.name} has another {what} than host {lead.name}: {theirs} against {ours}",
+                        fix="the same files and the same devices on every host; or --launch.device cpu",
+                        code="N059",
+                    )
+
+    def wait_until(self, moment: float) -> None:
+        """Wait until a moment of the monotonic clock; raises if a host is lost before."""
+        while time.monotonic() < moment:
+            self._raise_on_signal()
+            for host, event in self.all.turn(min(0.1, max(0.0, moment - time.monotonic()))):
+                if host in self.hosts and event["say"] == "lost":
+                    raise self._lost(host, str(event["why"]))
+
+    def start(self) -> None:
+        """Let every host start its workers."""
+        self.all.shows_plain, self.all.has_begun = self.hosts[0], True
+        for node, host in enumerate(self.hosts):
+            order = {
+                "do": "start", "generation": self.number, "first_rank": self.first_rank(host), "node": node,
+                "num_local": host.spec.slots, "world_size": self.world_size, "store": list(self.store),
+                "job": self.job.name, "age": time.time() - self.job.start_time,
+            }  # fmt: skip
+            self.all.send([host], order)
+
+    # ---- watch -----------------------------------------------------------------------------------------------------
+
+    def watch(self) -> Any:
+        """Return the value of rank 0 when all hosts are done; raises the first failure."""
+        first_seen: float | None = None
+        while len(self.done) < len(self.hosts):
+            for host, event in self.all.turn():
+                self._note(host, event)
+                self._welcome_back(host, event)
+            self.revive()
+            self._pass_on_signals()
+            if self.failures:
+                first_seen = first_seen or time.monotonic()
+                candidate = first_failure(failure for failure, _, _ in self.failures)
+                if time.monotonic() > first_seen + (SETTLE_ON_ECHO if candidate.is_echo else SETTLE):
+                    # Ranks that wait for a lost host in a collective act on no SIGTERM.
+                    self.stop_all(0.0 if candidate.code == "N057" else SECONDS_TO_STOP)
+                    raise self._outcome()
+        killed = next((event["signal"] for event in self.done.values() if event["outcome"] == "killed"), None)
+        if killed is not None:
+            raise KeyboardInterrupt if killed == signal.SIGINT else SystemExit(128 + int(killed))
+        value = self.done[self.hosts[0]]["value"]
+        if self.grows and value["was_stopped"]:
+            raise Grown
+        return value
+
+    def _note(self, host: Member, event: Message) -> None:
+        if host not in self.hosts or event.get("generation", self.number) != self.number:
+            return
+        if event.get("saved_step") is not None:
+            self.saved_step = max(self.saved_step or 0, int(event["saved_step"]))
+        if event["say"] == "failed" or event.get("outcome") == "failed":
+            failure = failure_from(event["failure"])
+            if all(known.rank != failure.rank for known, _, _ in self.failures):
+                self.failures.append((failure, event, host))
+        elif event["say"] == "ended":
+            self.done[host] = event
+        elif event["say"] == "stopped":
+            self.stopped.add(host)
+        elif event["say"] in ("lost", "runner ended", "template ended") and host not in self.done:
+            why = str(event.get("why", "its processes were killed"))
+            self.failures.append((self._loss(host, why), {}, host))
+
+    def _welcome_back(self, host: Member, event: Message) -> None:
+        """Let a host that has come back load the job; then save, and end this generation for one with that host."""
+        if host in self.hosts or self.passed_on is not None:
+            return
+        if event["say"] == "joined":
+            larger = [each for each in self.all.members if each in self.hosts or each is host]
+            wider = replace(self, number=self.number, hosts=larger)
+            self.all.send([host], wider.order_to_prepare(host))
+        elif event["say"] == "rejected":
+            self.all.say(str(error_from(event["error"], host=host.name)))
+        elif event["say"] == "prepared" and not self.grows:
+            self.grows = True
+            self.all.say(f"host {host.name} is back: saving, to continue on {len(self.hosts) + 1} hosts")
+            self.all.send(self.hosts, {"do": "signal", "number": int(signal.SIGTERM)})
+
+    def _loss(self, host: Member, why: str) -> Failure:
+        what = f"host {host.name} ({self.ranks(host)}) is lost: {why}"
+        rank = self.first_rank(host)
+        return Failure(code="N057", rank=rank, at=time.monotonic(), what=what, is_sudden=True, may_pass=True)
+
+    def _lost(self, host: Member, why: str) -> RunFailed:
+        failed = RunFailed(self._loss(host, why).what, code="N057")
+        failed.may_pass = True
+        return failed
+
+    def stop_all(self, seconds: float) -> None:
+        """End the workers of all hosts; return when they have ended, or their hosts are lost."""
+        self.all.send(self.hosts, {"do": "stop", "seconds": seconds})
+        deadline = time.monotonic() + seconds + SECONDS_TO_END
+        while any(host.is_here and host not in self.stopped for host in self.hosts):
+            for host, event in self.all.turn():
+                self._note(host, event)
+            if time.monotonic() > deadline:
+                for host in self.hosts:
+                    if host.is_here and host not in self.stopped:
+                        self.all.lose(host, "its workers do not end")
+
+    def _outcome(self) -> ShoalError:
+        """The error of the first failure."""
+        cause = first_failure(failure for failure, _, _ in self.failures)
+        report, host = next((report, host) for failure, report, host in self.failures if failure is cause)
+        if report.get("error"):
+            error = error_from(report["error"])
+        else:
+            rank = f"rank {cause.rank} of {self.world_size} (host {host.name})"
+            details = f"\n{cause.details}" if cause.details else ""
+            text = f"{rank} {cause.what}{details}" if cause.is_sudden else f"{rank} failed: {cause.what}{details}"
+            error = RunFailed(cause.what if cause.code == "N057" else text, fix=cause.fix, code=cause.code)
+            error.may_pass = cause.may_pass
+        if isinstance(error, RunFailed):
+            error.saved_step = self.saved_step
+            error.cause = "" if cause.is_sudden else cause.what
+        return error
+
+    # ---- signals ---------------------------------------------------------------------------------------------------
+
+    def _raise_on_signal(self) -> None:
+        if self.signals:
+            number = self.signals.pop(0)
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    def _pass_on_signals(self) -> None:
+        if self.signals:
+            number = self.signals.pop(0)
+            self.grows = False
+            if self.passed_on is not None:  # a second signal kills
+                self.stop_all(0.0)
+                raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+            self.passed_on, self.kill_at = number, time.monotonic() + self.job.grace_period + 5.0
+            self.all.send(self.hosts, {"do": "signal", "number": number})
+        if self.kill_at is not None and time.monotonic() > self.kill_at and self.passed_on is not None:
+            self.stop_all(0.0)
+            raise KeyboardInterrupt if self.passed_on == signal.SIGINT else SystemExit(128 + self.passed_on)

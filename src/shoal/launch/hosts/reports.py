@@ -1,0 +1,48 @@
+"""Errors and failures as plain values that a message can carry, and back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+from shoal.errors import Problem, RunFailed, ShoalError
+from shoal.launch.failure import Failure
+
+MOST_TEXT = 20_000
+"""Characters of a text in a report; of a longer traceback the end is kept."""
+
+
+def plain_error(error: ShoalError) -> dict[str, Any]:
+    """The problems of an error."""
+    problems = [[each.code, each.what[:MOST_TEXT], each.fix[:MOST_TEXT]] for each in error.problems[:50]]
+    return {
+        "title": error.title,
+        "problems": problems,
+        "has_failed": isinstance(error, RunFailed),
+        "may_pass": isinstance(error, RunFailed) and error.may_pass,
+    }
+
+
+def error_from(report: dict[str, Any], *, host: str = "") -> ShoalError:
+    """The error of a report; `host`: where it was raised, if that matters."""
+    problems = [Problem(*map(str, each)) for each in report["problems"]]
+    if host:
+        problems = [each.within(f"host {host}") for each in problems]
+    if not report["has_failed"]:
+        return ShoalError(*problems, title=str(report["title"]))
+    failed = RunFailed(*problems, title=str(report["title"]))
+    failed.may_pass = bool(report["may_pass"])
+    return failed
+
+
+def plain_failure(failure: Failure, *, first_rank: int) -> dict[str, Any]:
+    """A failure with the rank among all ranks and its age. Clocks of two hosts cannot be compared; ages can."""
+    failure = replace(failure, rank=failure.rank + first_rank, details=failure.details[-MOST_TEXT:])
+    failure = replace(failure, what=failure.what[:MOST_TEXT])
+    return {**asdict(failure), "at": time.monotonic() - failure.at}
+
+
+def failure_from(report: dict[str, Any]) -> Failure:
+    """The failure of a report that has just arrived, with its time on this host's clock."""
+    return Failure(**{**report, "at": time.monotonic() - float(report["at"])})

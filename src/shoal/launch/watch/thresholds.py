@@ -1,0 +1,56 @@
+"""How long ranks may wait for another one before it is named, and before it is ended.
+
+Naming is a line on stderr and costs nothing. Ending costs a restart, so it needs more certainty. All limits follow from
+the measured steps and from `launch.timeout`.
+
+| the rank                                        | named after                | ended after                  |
+|-------------------------------------------------|----------------------------|------------------------------|
+| stopped by a signal                             | 2 s                        | the same                     |
+| entered another operation, shape or dtype       | 2 s                        | the same                     |
+| sleeps in a step and holds up the others        | max(3 s, 5 median steps)   | the same                     |
+| computes in a step and holds up the others      | max(3 s, 5 median steps)   | 10 times that                |
+| blocked in the kernel (a disk, NFS) in a step   | max(3 s, 5 median steps)   | 10 times that                |
+| between two steps, where data is fetched        | max(3 s, 5 median steps)   | nine tenths of the timeout   |
+| in another phase: start, first step, save, ...  | a twentieth of the timeout | the same                     |
+
+Nothing is ended later than nine tenths of the timeout: then the collectives of the others would time out, and blame
+whichever neighbour they waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STEP = "step"
+"""The phase in which the measured steps are the scale. All other phases have the timeout as their scale: in them one
+rank may work alone for minutes (rank 0 saves, a model compiles, a file is downloaded)."""
+DATA = "data"
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Limits in seconds, from `launch.timeout`."""
+
+    timeout: float = 600.0
+
+    @property
+    def stopped(self) -> float:
+        """For a rank in state T, and for a mismatch: both are certain."""
+        return min(2.0, 0.5 * self.timeout)
+
+    @property
+    def last(self) -> float:
+        """The longest that ranks wait, before their collectives time out by themselves."""
+        return 0.9 * self.timeout
+
+    def named(self, phase: str, median_step: float) -> float:
+        """After this, a rank that holds up the others is named."""
+        if phase in (STEP, DATA):
+            return min(max(3.0, 5 * median_step), self.last)
+        return max(min(3.0, self.last), self.timeout / 20)
+
+    def ended(self, phase: str, median_step: float, *, may_pass: bool) -> float:
+        """After this it is ended. `may_pass`: it computes, or waits for a disk."""
+        if phase != STEP:
+            return self.last
+        return min(self.named(phase, median_step) * (10 if may_pass else 1), self.last)

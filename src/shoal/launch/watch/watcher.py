@@ -1,0 +1,167 @@
+"""The supervisor's view of all its workers: read the board, keep clocks, and turn a verdict into a failure.
+
+Its clock counts turns: a turn adds at most twice its usual length. So a signal that stops the whole job, a laptop that
+sleeps, or a machine too busy to run the supervisor do not count as waiting.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.comm.heartbeat.board import HeartbeatBoard
+from shoal.errors import Problem
+from shoal.launch.failure import Failure
+from shoal.launch.watch.reading import ProcessState, Reading, read_state
+from shoal.launch.watch.report import problem_of
+from shoal.launch.watch.stacks import excerpt, is_debugged, outliers, stack_of
+from shoal.launch.watch.thresholds import Thresholds
+from shoal.launch.watch.verdict import Verdict, call_of_waiting, find_mismatch, verdict
+from shoal.launch.worker import heartbeat_path, stack_path
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was last seen of a rank, and when on the watcher's clock."""
+
+    state: Any = None
+    changed: float = 0.0
+    beat: float = 0.0
+    beat_at: float = 0.0
+    cpu: float = 0.0
+    """CPU seconds at the last change."""
+    stopped: float = 0.0
+
+
+@dataclass(slots=True)
+class Watcher:
+    """Watches the workers of one launch. `turn`: seconds between two looks."""
+
+    directory: Path
+    board: HeartbeatBoard
+    num_ranks: int
+    thresholds: Thresholds
+    turn: float
+    clock: float = 0.0
+    _last_look: float = 0.0
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _named: tuple[Any, ...] = ()
+    """The last verdict that was reported without ending the rank."""
+    _indices: dict[int, int] = field(default_factory=dict)
+    """Rank among those of all hosts → number on this host."""
+
+    @classmethod
+    def start(cls, directory: Path, num_ranks: int, *, timeout: float, turn: float) -> Watcher | None:
+        """Create the board of heartbeats; None if there is no room for it."""
+        board = HeartbeatBoard.create(heartbeat_path(directory), num_ranks)
+        return None if board is None else cls(directory, board, num_ranks, Thresholds(timeout), turn)
+
+    def look(self, pids: Mapping[int, int]) -> Failure | None:
+        """Look at all running workers, by their number on this host; return the failure of one that is to be ended."""
+        now = time.monotonic()
+        self.clock += min(now - (self._last_look or now), 2 * self.turn)
+        self._last_look = now
+        beats = {index: beat for index in pids if (beat := self.board.read(index)) is not None}
+        if len(beats) < len(pids):  # a worker has not started to beat
+            return None
+        self._indices = {beat["rank"]: index for index, beat in beats.items()}
+        readings, states = {}, {}
+        for rank, index in self._indices.items():
+            states[rank], readings[rank] = self._look_at(index, pids[index], beats[index])
+            self.num_ranks = beats[index]["num_ranks"]
+        found = verdict(readings, states, self.thresholds)
+        return None if found is None else self._act(found, {rank: pids[index] for rank, index in self._indices.items()})
+
+    def _look_at(self, index: int, pid: int, beat: dict[str, Any]) -> tuple[ProcessState, Reading]:
+        seen = self._seen.setdefault(index, _Seen(changed=self.clock, beat_at=self.clock))
+        state = read_state(pid)
+        if beat["beat"] != seen.beat:
+            seen.beat, seen.beat_at = beat["beat"], self.clock
+        now = (beat["counters"], beat["phase"], beat["step"])
+        if now != seen.state:
+            seen.state, seen.changed, seen.cpu = now, self.clock, state.cpu_seconds
+        seen.stopped = seen.stopped + self.turn if state.letter == "T" else 0.0
+        still = self.clock - seen.changed
+        busy = (state.cpu_seconds - seen.cpu) / still if still > 0 else 0.0
+        reading = Reading.parse(beat, age=self.clock - seen.beat_at, still=still)
+        return replace(state, busy=busy, stopped=seen.stopped), reading
+
+    def _act(self, found: Verdict, pids: Mapping[int, int]) -> Failure | None:
+        """Name the rank once, and return its failure if it is to be ended."""
+        key = (found.kind, found.rank, found.call)
+        if not found.is_final and key == self._named:
+            return None
+        if found.kind in ("order", "network"):
+            found = self._by_stacks(found, pids)
+        stack = stack_of(pids[found.rank], self._stack_path(found.rank), is_stopped=found.kind == "stopped")
+        if is_debugged(stack):
+            self._named = key
+            return None
+        words = self._words(found)
+        details = f"  stack of rank {found.rank}:{excerpt(stack)}" if stack else ""
+        if found.is_final:
+            return Failure(
+                code=words.code,
+                rank=self._indices[found.rank],
+                at=time.monotonic(),
+                what=words.what.removeprefix(f"rank {found.rank} of {self.num_ranks} "),
+                details=details,
+                is_sudden=True,
+                may_pass=found.kind not in ("mismatch", "order"),
+                fix=words.fix,
+            )
+        self._named = key
+        what = f"{words.what}\n{details}" if details else words.what
+        print(f"shoal: {replace(words, what=what)}", file=sys.stderr, flush=True)
+        return None
+
+    def _words(self, found: Verdict) -> Problem:
+        return problem_of(found, num_ranks=self.num_ranks, timeout=self.thresholds.timeout)
+
+    def _by_stacks(self, found: Verdict, pids: Mapping[int, int]) -> Verdict:
+        """Where counters name no single rank, the one whose stack differs from most."""
+        stacks = {rank: stack_of(pid, self._stack_path(rank)) for rank, pid in pids.items()}
+        odd = outliers(stacks)
+        return replace(found, rank=odd[0]) if len(odd) == 1 else found
+
+    def explain(self, failure: Failure) -> Failure:
+        """Add to a failure what the last collectives of all ranks show.
+
+        If ranks send different sizes, gloo ends a process by abort(), often not the one that made the mistake. If a
+        rank is killed, those that waited for it know in which collective.
+        """
+        if not (failure.is_echo or failure.is_sudden):
+            return failure
+        beats = {index: beat for index in range(self.board.size) if (beat := self.board.read(index)) is not None}
+        self._indices = {beat["rank"]: index for index, beat in beats.items()}
+        readings = {beat["rank"]: Reading.parse(beat, age=0.0, still=0.0) for beat in beats.values()}
+        if found := find_mismatch(readings):
+            words = self._words(found)
+            stack = self._left_stack(found.rank)
+            return Failure(
+                code=words.code,
+                rank=self._indices[found.rank],
+                at=failure.at,
+                what=words.what.removeprefix(f"rank {found.rank} of {self.num_ranks} "),
+                details=stack,
+                is_sudden=True,
+                fix=words.fix,
+            )
+        ranks = {index: rank for rank, index in self._indices.items()}
+        call = call_of_waiting(readings, ranks.get(failure.rank, failure.rank))
+        return replace(failure, what=f"{failure.what}, while others were in {call}") if call else failure
+
+    def _left_stack(self, rank: int) -> str:
+        """The stack that an aborting rank has written."""
+        try:
+            stack = excerpt(self._stack_path(rank).read_text())
+        except OSError:
+            return ""
+        return f"  stack of rank {rank}:{stack}" if stack else ""
+
+    def _stack_path(self, rank: int) -> Path:
+        return stack_path(self.directory, self._indices[rank])

@@ -1,0 +1,1 @@
+"""How much of its time a cluster trains, although machines fail."""

@@ -1,0 +1,120 @@
+"""`shoal train --hosts`: one agent a host. Here the hosts are addresses of the loopback, all on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.host import Host, Started, in_session, until, wait_until
+from tests.cli.test_launchers import free_port
+from tests.cli.test_resume import WORDS, committed, hexed, saves
+from tests.cli.test_train import losses, records
+
+TWO = [*WORDS, "--run.dir", "run", "--checkpoint.every", "1step", "--hosts", "127.0.0.1:1,127.0.0.2:1"]
+SHORT = [*TWO, "--run.duration", "8step"]
+LONG = [*TWO, "--run.duration", "2000step"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(host: Host, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = host.run(*WORDS, "--run.dir", "run", "--run.duration", "8step", "--nproc", "2", cwd=folder)
+    assert ended.code == 0, ended.said
+    return losses(folder / "run")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(host: Host) -> Iterator[None]:
+    yield
+    host.kill_what_runs()
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def agents(started: Started) -> list[int]:
+    """The agents of the two hosts; the first child of a coordinator is its store."""
+    return children(started.pid)[1:]
+
+
+def workers(agent: int) -> list[int]:
+    """The workers of an agent: it has a template, which has a runner, which has workers."""
+    return [worker for template in children(agent) for runner in children(template) for worker in children(runner)]
+
+
+@contextlib.contextmanager
+def strangers(*ports: int) -> Iterator[None]:
+    """Processes without the key, at all ports of a coordinator: some say nothing, some send pickles or garbage."""
+    sent = [b"", b"x" * 64, pickle.dumps({"do": "leave"}), b"GET / HTTP/1.1\r\n\r\n", bytes(200), os.urandom(999)]
+    is_over, open_ = threading.Event(), []
+
+    def disturb() -> None:
+        for number in itertools.count():
+            if is_over.wait(0.02):
+                return
+            with contextlib.suppress(OSError):
+                open_.append(socket.create_connection(("127.0.0.1", ports[number % len(ports)]), timeout=1))
+                open_[-1].send(sent[number % len(sent)])
+            while len(open_) > 100:
+                open_.pop(0).close()
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    yield
+    is_over.set()
+    thread.join()
+    for each in open_:
+        each.close()
+    assert len(open_) > 20
+
+
+def test_two_hosts_compute_what_one_does_also_after_a_killed_rank_and_among_strangers(
+    host: Host, undisturbed: list[float], tmp_path: Path
+) -> None:
+    port = free_port()
+    with strangers(port, port + 1):
+        words = [*SHORT, "--listen", f"127.0.0.1:{port}"]
+        ended = host.run(*words, cwd=tmp_path, env={"SHOAL_FAULTS": "kill_at=rank:1,step:5"})
+    assert ended.code == 0, ended.said
+    assert "rejected a connection from 127.0.0.1: it does not hold the key of this run" in ended.said
+    assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 9))
+    assert ended.json["restarts"] == 1
+    assert "rank 1 of 2 (host 127.0.0.2) was killed by signal 9 (SIGKILL)" in ended.said
+
+
+def test_a_stopped_run_saves_and_a_killed_one_leaves_nothing(host: Host, tmp_path: Path) -> None:
+    started = host.start(*LONG, cwd=tmp_path)
+    until(lambda: committed(saves(tmp_path)) >= 3, started)
+    os.kill(started.pid, signal.SIGTERM)
+    assert started.wait() == 130, started.said
+    done = started.json["steps"]
+    assert committed(saves(tmp_path)) == done == started.json["saved_step"]
+
+    started = host.start(*LONG, cwd=tmp_path)
+    until(lambda: committed(saves(tmp_path)) >= done + 3, started)
+    first, second = agents(started)
+    os.kill(second, signal.SIGKILL)  # the agent of a host: its workers end, and another one is started
+    until(lambda: "host 127.0.0.2 (rank 1) is lost" in started.said, started)
+    known = committed(saves(tmp_path))
+    until(lambda: committed(saves(tmp_path)) > known + 1, started)
+    assert [pid for pid in in_session(started.pid) if pid == second] == []
+    assert len(workers(first)) == 1
+    os.kill(started.pid, signal.SIGKILL)  # the coordinator
+    began = time.monotonic()
+    wait_until(lambda: in_session(started.pid) == [], 5)
+    assert time.monotonic() - began < 3

@@ -1,0 +1,305 @@
+"""Agents and strangers at the door of a coordinator: who holds the key is admitted, all others are sent away."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+import select
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from shoal.cli.agent.prepare import check_recipe
+from shoal.cli.train import main as train
+from shoal.comm.rendezvous.key import Key
+from shoal.errors import ShoalError
+from shoal.launch.hosts import members as members_module
+from shoal.launch.hosts.agent.join import join
+from shoal.launch.hosts.agent.probe import Probe
+from shoal.launch.hosts.hostlist import HostSpec, choose_address, read_hosts, reject_loopback_names
+from shoal.launch.hosts.members import Members
+from shoal.launch.hosts.messages import CHALLENGE, MOST, Channel, Ended, Stranger, prove
+from shoal.launch.hosts.ssh import command_for, start_agent, why_ended
+from tests.rejects import rejects
+
+KEY, OTHER = b"k" * 32, b"o" * 32
+
+
+@pytest.fixture
+def door() -> Iterator[tuple[Members, list[str]]]:
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
+        door = Members([HostSpec("a", 1), HostSpec("b", 2)], KEY, listening, said.append)
+        yield door, said
+        door.close()
+
+
+def address(door: Members) -> tuple[str, int]:
+    return door.listening.getsockname()[:2]
+
+
+def served(door: Members, act: Callable[[], Any], seconds: float = 10.0) -> tuple[Any, list[Any]]:
+    """The result of a function in a thread while the door is served, and what the members reported."""
+    results: list[Any] = []
+
+    def call() -> None:
+        try:
+            results.append(act())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    events, deadline = [], time.monotonic() + seconds
+    while thread.is_alive():
+        events += door.turn(0.01)
+        assert time.monotonic() < deadline
+    for _ in range(5):
+        events += door.turn(0.01)
+    return results[0], events
+
+
+@pytest.fixture
+def pair() -> Iterator[Callable[[], tuple[Channel, Channel]]]:
+    """A function that makes both ends of an authenticated connection: the coordinator's and the agent's."""
+    with contextlib.ExitStack() as stack:
+        yield lambda: _pair(stack)
+
+
+def _pair(stack: contextlib.ExitStack) -> tuple[Channel, Channel]:
+    near, far = map(stack.enter_context, socket.socketpair())
+    near.setblocking(False)
+    far.settimeout(5)
+    stranger = Stranger(near, "there", KEY)
+    stranger.greet()
+    found: list[Channel] = []
+    thread = threading.Thread(target=lambda: found.append(prove(far, KEY)))
+    thread.start()
+    channel = None
+    while channel is None:
+        channel = stranger.read()
+    thread.join()
+    return channel, found[0]
+
+
+def test_messages_arrive_once_in_order_and_unchanged(pair: Callable[[], tuple[Channel, Channel]]) -> None:
+    ours, theirs = pair()
+    theirs.send({"say": "one"})
+    recorded = ours.socket.recv(2**16, socket.MSG_PEEK)
+    theirs.send({"say": "two", "text": "ü" * 1000})
+    assert [message["say"] for message in ours.read()] == ["one", "two"]
+    for forged in (recorded, recorded[:-2] + b"x}", bytes(4) + recorded[4:], (MOST + 1).to_bytes(4, "big")):
+        ours, theirs = pair()
+        if forged is recorded:  # of another session, and of this one a second time
+            theirs.socket.send(forged)
+            with pytest.raises(Ended, match="repeated"):
+                ours.read()
+            ours, theirs = pair()
+            theirs.send({"say": "one"})
+            forged = ours.socket.recv(2**16, socket.MSG_PEEK)
+            assert ours.read() == [{"say": "one"}]
+        theirs.socket.send(forged)
+        with pytest.raises(Ended, match=r"repeated|at most"):
+            ours.read()
+    ours, theirs = pair()
+    ours.send({"do": "stop"})
+    theirs.socket.send(theirs.socket.recv(2**16))  # sent back to where it came from
+    with pytest.raises(Ended, match="repeated"):
+        ours.read()
+
+
+def test_an_agent_joins_through_a_crowd_of_strangers(door: tuple[Members, list[str]]) -> None:
+    coordinator, said = door
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(socket.create_connection(address(coordinator))) for _ in range(150)]
+        for number, stranger in enumerate(crowd):
+            stranger.send([b"", b"x", b"GET / HTTP/1.1\r\n" * 9, pickle.dumps([1] * 50)][number % 4])
+        channel, events = served(coordinator, lambda: join(address(coordinator), Key(KEY, "here"), "b"))
+        assert [(member.name, event["say"]) for member, event in events] == [("b", "joined")]
+        assert coordinator.members[1].is_here
+        assert not coordinator.members[0].is_here
+        assert len(coordinator._strangers) <= members_module.MOST_STRANGERS
+        assert len(said) < 25  # a flood does not fill the log
+        assert any("rejected a connection from 127.0.0.1: it does not hold the key" in text for text in said)
+        # A second process that holds the key does not take the place of a host that is there, nor of one not listed.
+        for name in ("b", "c"):
+            second, events = served(coordinator, lambda name=name: join(address(coordinator), Key(KEY, "h"), name))
+            assert events == []
+            assert second.read()[-1:] == [{"do": "leave"}]
+            second.close()
+        assert coordinator.members[1].is_here
+        channel.close()
+        (event,) = (event for _ in range(20) for event in coordinator.turn(0.02))
+        assert event[1]["say"] == "lost"
+
+
+def test_lines_of_other_hosts_begin_with_their_name(
+    door: tuple[Members, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    coordinator, _ = door
+    for member in coordinator.members:
+        coordinator._show(member, 2, "half of ")
+        coordinator._show(member, 2, "a line\nand")
+    assert capsys.readouterr().err == "half of a line\nand[b] half of a line\n"
+
+
+def test_who_proves_nothing_in_time_is_sent_away(
+    door: tuple[Members, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator, said = door
+    with socket.create_connection(address(coordinator)) as slow:
+        coordinator.turn(0.01)
+        coordinator._strangers[0].deadline = time.monotonic() + 0.05
+        assert len(slow.recv(CHALLENGE)) == CHALLENGE
+        for _ in range(20):
+            with contextlib.suppress(OSError):
+                slow.send(b"x")
+            time.sleep(0.005)
+            coordinator.turn(0.01)
+        assert coordinator._strangers == []
+        assert said == ["rejected a connection from 127.0.0.1: it proved nothing in time"]
+
+
+def test_other_keys_and_other_versions_are_named(
+    door: tuple[Members, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator, _ = door
+    error, events = served(coordinator, lambda: join(address(coordinator), Key(OTHER, "SHOAL_KEY"), "b"))
+    assert (error.codes, events) == (("N052",), [])
+    assert "SHOAL_KEY" in str(error)
+    assert coordinator.rejected == {"127.0.0.1"}
+    facts = members_module.facts()
+    monkeypatch.setattr(members_module, "facts", lambda: {**facts, "torch": "9.9"})
+    with rejects("N056", "host b has torch"), contextlib.closing(late := Late()):
+        served(coordinator, lambda: late.keep(join(address(coordinator), Key(KEY, "here"), "b")))
+
+
+class Late:
+    """Keeps a channel of a thread, to be closed."""
+
+    def keep(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def close(self) -> None:
+        for _ in range(100):
+            if hasattr(self, "channel"):
+                self.channel.close()
+                return
+            time.sleep(0.02)
+
+
+def test_an_address_without_a_coordinator_is_named_in_seconds() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = taken.getsockname()[:2]
+    with rejects("N053", "host b cannot connect to the coordinator", "--listen"):
+        join(where, Key(KEY, "here"), "b", seconds=0.3)
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "text"),
+    [
+        ("echo 'Permission denied (publickey).'; exit 255", "N054", "exit code 255: Permission denied (publickey)."),
+        ("exit 91", "N055", "has no directory"),
+        ("exit 92", "N055", "has no program"),
+        ("echo 'python: No module named shoal'; exit 1", "N055", "has no shoal"),
+        (
+            """echo '{"error": {"problems": [{"code": "N053", "what": "cut off", "fix": "x"}]}}'; exit 2""",
+            "N053",
+            "cut",
+        ),
+    ],
+)
+def test_a_command_that_starts_no_agent_is_explained(script: str, code: str, text: str) -> None:
+    command = start_agent(HostSpec("b", 1), ("10.0.0.1", 29400), "secret", shlex.join(["sh", "-c", script]))
+    command.end(5)
+    error = why_ended(command)
+    assert error.codes == (code,)
+    assert text in str(error)
+    assert "secret" not in " ".join(command.words)
+
+
+def test_a_port_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.launch.hosts.agent import probe as probe_module
+
+    monkeypatch.setattr(probe_module, "SECONDS", 0.3)
+    open_, closed = Probe(), Probe()
+    there, gone = open_.listen("127.0.0.1", 0), closed.listen("127.0.0.1", 0)
+    closed.close()
+    prober = Probe()
+    targets = [["b", "127.0.0.1", there["port"]], ["c", "127.0.0.1", gone["port"]], ["d", "192.0.2.1", 9]]
+    prober.reach(targets)  # 192.0.2.1 is of no host
+    report, deadline = None, time.monotonic() + 5
+    while report is None:
+        assert time.monotonic() < deadline
+        report = prober.turn(set(select.select([], list(prober.pending), [], 0.05)[1]))
+    names = [target.split()[0] for target, _ in report["failed"]]
+    open_.close()
+    assert names == ["c", "d"]
+
+
+def test_a_program_that_does_not_exist_starts_no_agent() -> None:
+    with rejects("N054", "no-such-program"):
+        start_agent(HostSpec("b", 1), ("10.0.0.1", 29400), "secret", "no-such-program {host}")
+    words = command_for(HostSpec("me@b", 1), ("10.0.0.1", 29400), "ssh -p 22 {host}")
+    assert words[:5] == ["ssh", "-p", "22", "me@b", "--"]
+    assert len(words) == 6  # one string, which the other shell splits
+
+
+def test_a_host_without_the_recipe_or_with_another_one(tmp_path: Any) -> None:
+    path = tmp_path / "recipe.yaml"
+    order = {"recipe": hashlib.sha256(b"one").hexdigest(), "name": "b"}
+    with rejects("N059", "does not exist there", f"scp {path} b:"):
+        check_recipe(path, order)
+    path.write_bytes(b"two")
+    with rejects("N059", "is not the file"):
+        check_recipe(path, order)
+    path.write_bytes(b"one")
+    check_recipe(path, order)
+
+
+def test_options_of_hosts_without_hosts_and_hosts_under_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rejects("N067", "--listen has no effect"):
+        train(["--listen", "10.0.0.1", "--device", "cpu"])
+    with rejects("N065", "--min-hosts must be 1 to 1"):
+        train(["--hosts", "127.0.0.1:1", "--min-hosts", "2"])
+    with rejects("N062", "checkpoint.memory_every"):
+        train(["--hosts", "127.0.0.1:1", "--checkpoint.memory_every", "1step"])
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with rejects("N068", "this is rank 1 of torchrun"):
+        train(["--hosts", "127.0.0.1:1"])
+
+
+def test_hosts_are_read_from_words_and_files(tmp_path: Any) -> None:
+    assert read_hosts("a:8,me@b:2", default_slots=None) == [HostSpec("a", 8), HostSpec("me@b", 2)]
+    file = tmp_path / "hosts"
+    file.write_text("# of a job\na slots=8\nb slots = 4 max_slots=9\n\nc\n")
+    expected = [HostSpec("a", 8), HostSpec("b", 4), HostSpec("c", 3)]
+    assert read_hosts(str(file), default_slots=3) == expected
+    for text in ("a", "a:0", "a:x", "a:1,a:1", "", "-o:1", "a b:1", "/no/such/file"):
+        with pytest.raises(ShoalError) as caught:
+            read_hosts(text, default_slots=None)
+        assert caught.value.codes == ("N050",), text
+    assert HostSpec("b.cluster", 1).is_called("b")
+    assert not HostSpec("10.0.0.1", 1).is_called("10")
+
+
+def test_the_loopback_is_no_address_for_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.launch.hosts import hostlist
+
+    local, far = HostSpec("127.0.0.1", 1), HostSpec("far", 1)
+    assert choose_address([local, HostSpec("localhost", 1)], None) == ("127.0.0.1", 0)
+    monkeypatch.setattr(hostlist, "_resolved", lambda name: {"far": ["127.0.1.1"], "here": ["127.0.0.1"]}.get(name, []))
+    with rejects("N051", "host far resolves to 127.0.1.1"):
+        reject_loopback_names([local, far])
+    monkeypatch.setattr(HostSpec, "is_local", property(lambda self: self.name != "far"))
+    with rejects("N051", "127.0.0.1", "--listen"):
+        choose_address([local, far], "here:29400")

@@ -1,0 +1,292 @@
+"""The verdict over hung ranks, from made-up heartbeats and process states: each row of the table, no false alarm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.comm.heartbeat.arrivals import Arrivals
+from shoal.comm.heartbeat.board import HeartbeatBoard
+from shoal.comm.heartbeat.recorder import Ticket
+from shoal.launch import cgroup
+from shoal.launch.watch.reading import ProcessState, Reading
+from shoal.launch.watch.report import problem_of
+from shoal.launch.watch.stacks import excerpt, is_debugged, main_frames, outliers
+from shoal.launch.watch.thresholds import Thresholds
+from shoal.launch.watch.verdict import call_of_waiting, find_mismatch, verdict
+
+LIMITS = Thresholds(600.0)
+GROUPS = {"0": ("world", (0, 1, 2, 3)), "1": ("dp", (0, 1, 2, 3)), "2": ("tp", (0, 1)), "3": ("tp", (2, 3))}
+RUNS = ProcessState()
+
+
+def ticket(
+    number: int, operation: str = "all_reduce", size: int = 8, dtype: str = "Float", done: bool = False
+) -> Ticket:
+    return Ticket("1", number, operation, (dtype,), ((size,),), number, done)
+
+
+def waits(number: int = 118, still: float = 4.0, **others: object) -> Reading:
+    """A rank in `all_reduce #number` of dp."""
+    fields = {
+        "counters": {"1": (number, number - 1)},
+        "tickets": (ticket(number),),
+        "still": still,
+        "median_step": 0.03,
+    }
+    return Reading(**{"groups": GROUPS, **fields, **others})  # type: ignore[arg-type]
+
+
+def behind(still: float = 4.0, **others: object) -> Reading:
+    """A rank that has completed #117 and is somewhere else."""
+    return waits(**{"counters": {"1": (117, 117)}, "tickets": (), "still": still, **others})  # type: ignore[arg-type]
+
+
+WAITING = {0: waits(), 1: waits(), 2: behind(), 3: waits()}
+IN_TP = {"1": (118, 118), "3": (43, 42)}
+"""Counters of a rank that has completed dp #118 and waits in tp #43."""
+
+
+@pytest.mark.parametrize(
+    ("name", "readings", "state", "found"),
+    [
+        ("sleeps", WAITING, RUNS, ("never_entered", 2, 118, True)),
+        ("computes", WAITING, ProcessState(busy=0.9), ("never_entered", 2, 118, False)),
+        ("computes for long", {rank: replace(each, still=31) for rank, each in WAITING.items()},
+         ProcessState(busy=0.9), ("never_entered", 2, 118, True)),
+        ("has no core", WAITING, ProcessState(letter="R"), ("never_entered", 2, 118, False)),
+        ("in the kernel", WAITING, ProcessState(letter="D", wchan="nfs_wait"), ("kernel", 2, 118, False)),
+        ("no heartbeat", {**WAITING, 2: behind(age=3.0)}, RUNS, ("gil", 2, 118, True)),
+        ("no heartbeat, old counters", {**WAITING, 2: behind(age=3.0, counters={"1": (115, 114)})}, RUNS,
+         ("gil", 2, 118, True)),
+        ("stopped", {0: waits(still=1.5), 1: waits(still=1.5), 2: behind(still=2.2), 3: waits(still=1.5)},
+         ProcessState(letter="T", stopped=2.1), ("stopped", 2, 118, True)),
+        ("stopped for a moment", WAITING, ProcessState(letter="T", stopped=0.4), ("never_entered", 2, 118, True)),
+        ("debugged", WAITING, ProcessState(letter="t", is_traced=True), None),
+        ("too early", {**WAITING, 0: waits(still=2.8)}, RUNS, None),
+        ("long steps", {rank: replace(each, median_step=2.0) for rank, each in WAITING.items()}, RUNS, None),
+        ("fetches data", {**WAITING, 2: behind(phase="data")}, RUNS, ("never_entered", 2, 118, False)),
+        ("first step", {**WAITING, 2: behind(phase="first steps")}, RUNS, None),
+        ("saves", {rank: replace(each, still=40.0, phase="save") for rank, each in WAITING.items()}, RUNS,
+         ("never_entered", 2, 118, False)),
+        ("saves for ever", {rank: replace(each, still=541.0, phase="save") for rank, each in WAITING.items()}, RUNS,
+         ("never_entered", 2, 118, True)),
+        ("all compute", dict.fromkeys(range(4), behind(still=100.0)), RUNS, None),
+        ("a chain", {0: waits(), 1: waits(), 2: behind(), 3: waits(counters=IN_TP)}, RUNS,
+         ("never_entered", 2, None, True)),
+        ("all have entered", dict.fromkeys(range(4), waits(still=31.0)), RUNS, ("network", 0, 118, True)),
+        ("waits for another host", {2: waits(counters={"1": (118, 117), "3": (42, 42)}),
+                                    3: waits(counters={"1": (118, 118), "3": (43, 42)})}, RUNS, None),
+        ("unknown", {**WAITING, 2: behind(still=99.0, phase="unknown", counters={})}, RUNS, None),
+        ("on another host", {0: waits(still=99.0), 1: waits(still=99.0)}, RUNS, None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_rank_that_holds_up_the_others_is_named(
+    name: str, readings: dict[int, Reading], state: ProcessState, found: tuple[str, int, int | None, bool] | None
+) -> None:
+    said = verdict(readings, {rank: state if rank == 2 else RUNS for rank in readings}, LIMITS)
+    if found is None:
+        assert said is None
+        return
+    assert said is not None
+    kind, rank, number, is_final = found
+    assert (said.kind, said.rank, said.is_final) == (kind, rank, is_final)
+    if number is not None:
+        assert said.call is not None
+        assert (said.call.number, said.call.axis, said.call.operation) == (number, "dp", "all_reduce")
+
+
+def test_a_paused_run_is_left_alone() -> None:
+    states = dict.fromkeys(range(4), ProcessState(letter="T", stopped=100.0))
+    assert verdict(dict.fromkeys(range(4), behind(still=100.0)), states, LIMITS) is None
+
+
+@pytest.mark.parametrize(
+    ("odd", "call"),
+    [
+        (ticket(118, "broadcast"), "broadcast of float32[8]"),
+        (ticket(118, size=9), "all_reduce of float32[9]"),
+        (ticket(118, dtype="Double"), "all_reduce of float64[8]"),
+    ],
+)
+def test_different_calls_name_the_minority_even_if_one_of_them_has_completed(odd: Ticket, call: str) -> None:
+    ahead = waits(counters={"1": (119, 118)}, tickets=(replace(odd, is_done=True), ticket(119)))
+    found = verdict({0: waits(), 1: ahead, 2: waits()}, dict.fromkeys(range(3), RUNS), LIMITS)
+    assert found is not None
+    assert (found.kind, found.rank, found.is_final) == ("mismatch", 1, True)
+    assert found.versions == (((0, 2), "all_reduce of float32[8]"), ((1,), call))
+    text = problem_of(found, num_ranks=3, timeout=600.0).what
+    assert text == f"rank 1 of 3 called {call} as #118 of dp; ranks 0, 2 called all_reduce of float32[8]"
+
+
+def test_inputs_that_may_differ_are_no_mismatch() -> None:
+    readings = {rank: waits(tickets=(ticket(118, "all_to_all", size=rank),)) for rank in range(3)}
+    assert find_mismatch(readings) is None
+
+
+def test_ranks_that_wait_for_each_other() -> None:
+    """Rank 0 has entered tp and not dp, rank 1 dp and not tp."""
+    groups = {"1": ("dp", (0, 1)), "2": ("tp", (0, 1))}
+    readings = {
+        0: waits(counters={"1": (117, 117), "2": (5, 4)}, tickets=(), groups=groups),
+        1: waits(counters={"1": (118, 117), "2": (4, 4)}, groups=groups),
+    }
+    found = verdict(readings, dict.fromkeys(range(2), RUNS), LIMITS)
+    assert found is not None
+    assert found.kind == "order"
+    text = problem_of(found, num_ranks=2, timeout=600.0).what
+    assert "rank 0 in collective #5 of tp" in text
+    assert "rank 1 in all_reduce #118 of dp (float32[8])" in text
+    states = {0: ProcessState(wchan="futex_wait_queue"), 1: ProcessState(wchan="hrtimer_nanosleep")}
+    found = verdict(readings, states, LIMITS)  # rank 1 has started its collective, and does not wait for it
+    assert found is not None
+    assert (found.kind, found.rank, str(found.call)) == ("never_entered", 1, "collective #5 of tp")
+
+
+def test_messages_between_two_ranks_are_channels() -> None:
+    """Stage 1 waits for a message of stage 0, which has sent one less."""
+    readings = {
+        0: waits(counters={"2:0>1": (6, 6)}, tickets=()),
+        1: waits(counters={"2:0>1": (7, 6)}, tickets=()),
+    }
+    found = verdict(readings, dict.fromkeys(range(2), RUNS), LIMITS)
+    assert found is not None
+    assert (found.kind, found.rank, str(found.call)) == ("never_entered", 0, "message 0 to 1 #7 of tp")
+
+
+def test_the_exchange_of_numbers_is_a_channel() -> None:
+    readings = {0: waits(counters={"board": (9, 8)}, tickets=()), 1: behind(counters={"board": (8, 8)})}
+    found = verdict(readings, dict.fromkeys(range(2), RUNS), LIMITS)
+    assert found is not None
+    assert (found.rank, str(found.call)) == (1, "exchange #9 of the step's numbers")
+
+
+def test_survivors_know_where_they_lost_a_rank() -> None:
+    done = waits(counters={"1": (118, 118)}, tickets=(ticket(117, done=True), ticket(118, done=True)))
+    assert str(call_of_waiting({0: done, 1: behind()}, 1)) == "all_reduce #118 of dp (float32[8])"
+    assert call_of_waiting({1: behind()}, 1) is None
+
+
+def test_all_limits_follow_from_the_timeout() -> None:
+    for seconds in (1.0, 10.0, 600.0, 86400.0):
+        limits = Thresholds(seconds)
+        for phase in ("start", "first steps", "data", "step", "save"):
+            for median in (0.0, 0.01, 1.0, 1e4):
+                named, ended = limits.named(phase, median), limits.ended(phase, median, may_pass=True)
+                assert 0 < named <= ended <= limits.last < seconds
+        assert limits.stopped < seconds
+
+
+# ---- stacks ---------------------------------------------------------------------------------------------------------
+
+FAULTHANDLER = """Thread 0x00007f (most recent call first):
+  File "/x/comm/heartbeat/heart.py", line 9 in _run
+
+Current thread 0x00007e (most recent call first):
+  File "/x/model.py", line 3 in read
+  File "/x/launch/worker.py", line 7 in work
+  File "/x/process.py", line 7 in run
+"""
+PY_SPY = """Process 5: python
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 5 (idle): "MainThread"
+    read (model.py:3)
+    work (launch/worker.py:7)
+Thread 6 (idle): "other"
+    wait (threading.py:3)
+"""
+
+
+@pytest.mark.parametrize("stack", [FAULTHANDLER, PY_SPY])
+def test_frames_of_the_main_thread(stack: str) -> None:
+    assert main_frames(stack)[0].startswith("read (")
+    assert excerpt(stack).strip().splitlines() == [main_frames(stack)[0]]
+    assert not is_debugged(stack)
+    assert is_debugged(stack.replace("model.py", "pdb.py"))
+
+
+def test_the_stack_that_differs_from_most() -> None:
+    other = FAULTHANDLER.replace("line 3 in read", "line 8 in reduce")
+    assert outliers({0: other, 1: other, 2: FAULTHANDLER}) == [2]
+    assert outliers({0: other, 1: FAULTHANDLER}) == []
+
+
+# ---- shared memory and control groups -------------------------------------------------------------------------------
+
+
+def test_a_torn_write_leaves_the_state_before(tmp_path: Path) -> None:
+    board = HeartbeatBoard.create(tmp_path / "board", 2)
+    assert board is not None
+    assert board.read(1) is None
+    for step in range(4):
+        assert board.write(1, {"step": step})
+    assert HeartbeatBoard(tmp_path / "board", 2).read(1) == {"step": 3}
+    data = bytearray((tmp_path / "board").read_bytes())
+    at = data.index(b'"step":3')
+    data[at + 7 : at + 8] = b"9"
+    (tmp_path / "board").write_bytes(data)
+    assert HeartbeatBoard(tmp_path / "board", 2).read(1) == {"step": 2}
+    assert board.read(0) is None
+    assert not board.write(0, {"text": "x" * 2**16})
+
+
+@pytest.mark.parametrize(
+    ("own", "file", "text"),
+    [
+        ("0::/job", "job/memory.events", "oom 1\noom_kill 3\n"),
+        ("0::/not/seen/here", "memory.events", "oom_kill 3\n"),
+        ("4:memory:/job\n1:cpu:/", "memory/job/memory.oom_control", "under_oom 0\noom_kill 3\n"),
+    ],
+)
+def test_out_of_memory_kills_of_the_control_group(tmp_path: Path, own: str, file: str, text: str) -> None:
+    (tmp_path / "own").write_text(own)
+    assert cgroup.oom_kills(tmp_path, tmp_path / "own") is None
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(text)
+    assert cgroup.oom_kills(tmp_path, tmp_path / "own") == 3
+    assert cgroup.limit(tmp_path, tmp_path / "own") is None
+    (tmp_path / file).with_name("memory.max").write_text(str(2**30))
+    assert cgroup.limit(tmp_path, tmp_path / "own") == 2**30
+
+
+# ---- stragglers -----------------------------------------------------------------------------------------------------
+
+
+def test_the_rank_that_arrives_last_and_its_cost() -> None:
+    """Ten steps of 50 ms with two collectives each: rank 2 comes 20 ms late, and delays do not add up."""
+    samples: dict[int, dict[tuple[str, int], int]] = {0: {}, 1: {}, 2: {}}
+    for step in range(10):
+        for part in range(2):
+            for rank in samples:
+                at = 1000 * step * 50_000 + 1000 * part * 2000 + (20_000_000 if rank == 2 else rank * 10_000)
+                samples[rank]["1", 2 * step + part] = at
+    samples[0]["1", 99] = 0  # not yet entered by the others
+    samples[0]["2", 1] = 0  # a group of which only one rank is seen
+    arrivals = Arrivals()
+    assert arrivals.straggler() is None
+    arrivals.add(samples, step_seconds=0.05)
+    found = arrivals.straggler()
+    assert found is not None
+    assert (found.rank, found.collectives, found.last_fraction) == (2, 20, 1.0)
+    assert found.stands_out
+    assert found.late_seconds == pytest.approx(0.02, rel=0.01)
+    assert found.cost_fraction == pytest.approx(0.02 / 0.05, rel=0.15)
+
+
+def test_ranks_that_are_late_in_turns_do_not_stand_out() -> None:
+    samples = {rank: {("1", n): n * 10**7 + (n % 2 == rank) * 10**6 for n in range(20)} for rank in range(2)}
+    arrivals = Arrivals()
+    arrivals.add(samples, step_seconds=0.01)
+    found = arrivals.straggler()
+    assert found is not None
+    assert not found.stands_out
+
+
+def test_ranks_that_arrive_together_have_no_straggler() -> None:
+    arrivals = Arrivals()
+    arrivals.add({rank: {("1", n): n * 10**7 + rank * 1000 for n in range(9)} for rank in range(3)}, step_seconds=0.01)
+    assert arrivals.straggler() is None
