@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,14 @@ from torch import nn
 
 import shoal
 from shoal.blueprint.plan import Plan
+from shoal.config.checks.packed_base import check_packed_base
+from shoal.config.load import build_recipe
+from shoal.config.recipe import Recipe
 from shoal.numerics.nf4 import CODES, linear, pack
 from shoal.parallel.lora.checks import check_adapters
 from shoal.parallel.lora.quantize import quantized_layers
+from shoal.train.recipe.loop import RunInvocation, train
+from shoal.train.recipe.preflight import preflight
 from tests.rejects import rejects
 
 
@@ -101,6 +107,38 @@ def test_adapters_of_a_packed_base_are_saved_and_loaded(tmp_path: Path) -> None:
         start(shoal.quantize_base(other)).load(tmp_path)
 
 
+def recipe(folder: Path, base: str | None, steps: int, plan: str = "fp64") -> Recipe:
+    tree = {
+        "model": {"preset": "tiny", "num_layers": 1, "hidden": 32, "ffn": 48, "lora": {"rank": 4, "base": base}},
+        "data": {"source": "synthetic", "seq_len": 16, "global_batch": 4, "validation": 0, "workers": 0},
+        "launch": {"device": "cpu", "threads": 1},
+        "plan": plan,
+        "optim": {"lr": 0.05, "schedule": "constant"},
+        "run": {"duration": f"{steps}step", "dir": str(folder), "log_every": 1},
+    }
+    return build_recipe(tree, title="test")
+
+
+def losses(folder: Path, base: str | None, *durations: int) -> list[float]:
+    """Of a run that is resumed after each duration but the last."""
+    for steps in durations:
+        job = preflight(recipe(folder, base, steps), 1)
+        train(None, None, job, RunInvocation(quiet=True, start_time=0.0))
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_recipe_packs_its_base_and_resumes(tmp_path: Path) -> None:
+    packed = losses(tmp_path / "a", "nf4", 4)
+    assert losses(tmp_path / "b", "nf4", 2, 4) == packed
+    plain = losses(tmp_path / "c", None, 4)
+    assert packed != plain
+    assert packed == pytest.approx(plain, rel=0.05)
+    for plan, compiles, codes in (("zero=3", False, ["L034"]), ("tp=2", True, ["L034", "L033"])):
+        asked = recipe(tmp_path, "nf4", 4, plan)
+        asked = asked.model_copy(update={"run": asked.run.model_copy(update={"compile": compiles})})
+        assert [problem.code for problem in check_packed_base(asked, asked.plan.resolve(2))] == codes
+
+
 def test_what_cannot_be_packed() -> None:
     with rejects("L030", "Linear"):
         shoal.quantize_base(nn.Linear(2, 2))
@@ -110,6 +148,11 @@ def test_what_cannot_be_packed() -> None:
         net = shoal.lora(nn.Sequential(nn.Linear(4, 4)), rank=2)
     with rejects("L031", "meta"):
         shoal.quantize_base(net)
+    shared = model()
+    shared.register_module("copy", nn.Linear(12, 24))
+    shared.copy.weight = shared.get_submodule("0").weight
+    with rejects("L031", "shares its weight"):
+        shoal.quantize_base(shared)
     packed, plan = shoal.quantize_base(model()), Plan.parse("tp=2").resolve(2)
     found = check_adapters(packed, plan, shoal.Description(), compiles=True)
     assert [problem.code for problem in found] == ["L032", "L033"]

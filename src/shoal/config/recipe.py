@@ -44,6 +44,10 @@ class LoraSection(Section):
     dropout: BelowOne = 0.0
     """Dropout of the input of the update."""
 
+    base: Literal["nf4"] | None = None
+    """nf4: the frozen weights of layers with LoRA are packed in 4 bits once they are loaded (docs/finetune.md). None:
+    they stay as they are."""
+
     adapter: str | None = None
     """A folder with `adapter_model.safetensors`, as PEFT and `shoal checkpoint export` write it, to start from. Rank,
     alpha and targets are then those of the folder."""

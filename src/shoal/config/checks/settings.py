@@ -19,6 +19,7 @@ from shoal.config.checks.durations import check_durations
 from shoal.config.checks.no_effect import no_effect
 from shoal.config.checks.optimizers import check_whole_tensors
 from shoal.config.checks.packages import check_packages
+from shoal.config.checks.packed_base import check_packed_base
 from shoal.config.recipe import Recipe, RunSection
 from shoal.errors import Problem
 
@@ -41,6 +42,7 @@ def check_settings(
         *check_optimizer(recipe),
         *check_whole_tensors(recipe, recipe.plan.fill(world_size).with_layout()),
         *check_fp8(recipe),
+        *check_packed_base(recipe, recipe.plan.fill(world_size).with_layout()),
         *check_packages(recipe),
         *check_durations(recipe),
     ]

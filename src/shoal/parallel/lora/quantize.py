@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
@@ -51,8 +52,9 @@ def quantize_base(model: Model) -> Model:
             fix="model = shoal.quantize_base(shoal.lora(model))",
             code="L030",
         )
+    uses: Counter[Tensor] = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, layer in layers.items():
-        why = _why_not(layer)
+        why = _why_not(layer) or ("shares its weight with another module" if uses[layer.weight] > 1 else None)
         if why is not None:
             raise ShoalError(
                 f"weights of whole layers that are loaded can be packed in 4 bits, and {name} {why}",
@@ -61,9 +63,11 @@ def quantize_base(model: Model) -> Model:
             )
     for layer in layers.values():
         made: Any = layer
-        made.packed = pack(layer.weight)
+        weight = layer.weight
+        made.packed = pack(weight)
         made.__class__ = QuantizedLoRA
         made.weight = None
+        weight.data = weight.new_empty(0)  # free its memory, whoever else holds the parameter
     return model
 
 
