@@ -56,6 +56,7 @@ class TrainVerb:
             start_time=time.time() - float(start["age"]),
             resume=options.resume,
             generation=int(start["generation"]),
+            command=str(start["job"]),
         )
 
         def finish(summary: dict[str, Any]) -> dict[str, Any]:

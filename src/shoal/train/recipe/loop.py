@@ -53,6 +53,8 @@ class RunInvocation:
     """How often the workers of this run were restarted."""
     memory_root: Path | None = None
     """A folder in shared memory that outlives the workers."""
+    command: str = ""
+    """Identifies the command on all of its hosts and through its restarts; empty: it is not known."""
 
 
 def train(placement: Placement | None, store: Store | None, job: Job, invocation: RunInvocation) -> dict[str, Any]:
@@ -121,8 +123,15 @@ def _storage(run: Run, job: Job, invocation: RunInvocation, line: ProgressLine) 
     if not invocation.save:
         load_first_weights(run, job, line)
         return NoStorage()
-    generation, memory_root = invocation.generation, invocation.memory_root
-    return open_storage(run, job, line, resume=invocation.resume, generation=generation, memory_root=memory_root)
+    return open_storage(
+        run,
+        job,
+        line,
+        resume=invocation.resume,
+        generation=invocation.generation,
+        memory_root=invocation.memory_root,
+        command=invocation.command,
+    )
 
 
 def _train_and_evaluate(
@@ -291,6 +300,8 @@ def _headline(run: Run, job: Job, lr: float, choices: list[str], storage: NoStor
     if storage.manifest is not None:
         ranks = _counted(int(storage.state.get("ranks", 1)), "rank")
         lines.append(f"resume from step {storage.manifest.step}, saved by {ranks}")
+    elif storage.beside:
+        lines.append(f"start  over, in {str(storage.path)!r}: {storage.beside}")
     return "\n".join(lines)
 
 
