@@ -18,6 +18,7 @@ from shoal.blueprint.layout_drawing import draw_layout
 from shoal.comm.heartbeat.heart import begin_step, phase
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
+from shoal.config.recipe import Recipe
 from shoal.data.loader import Loader, evaluation_batches
 from shoal.numerics.lr_schedule import lr_factor, scaled_lr
 from shoal.numerics.optim.build import set_lr
@@ -278,7 +279,7 @@ def _headline(run: Run, job: Job, lr: float, choices: list[str], storage: NoStor
     parameters = run.composed.num_parameters
     model = " ".join(filter(None, (recipe.model.name, recipe.model.preset)))
     lines = [
-        f"model  {model}: {parameters:,} parameters, {run.plan.precision}",
+        f"model  {model}: {parameters:,} parameters{_adapters(recipe)}, {run.plan.precision}",
         f"data   {job.training.describe()}",
         f"plan   {run.plan.brief()}",
         f"step   {recipe.data.global_batch} samples = {_counted(run.degree, 'data rank')}"
@@ -303,6 +304,12 @@ def _headline(run: Run, job: Job, lr: float, choices: list[str], storage: NoStor
     elif storage.beside:
         lines.append(f"start  over, in {str(storage.path)!r}: {storage.beside}")
     return "\n".join(lines)
+
+
+def _adapters(recipe: Recipe) -> str:
+    """A few words about LoRA; empty: it is off."""
+    lora = recipe.model.lora
+    return "" if lora is None else f" with adapters of rank {lora.rank}, which alone are trained"
 
 
 def _counted(number: int, thing: str, plural: str = "s") -> str:
