@@ -196,10 +196,11 @@ def environment() -> dict[str, Any]:
 
 def _sign(lock: BinaryIO, command: str) -> None:
     """Write into the lock which command holds it: another run of the same recipe may be beside it."""
-    with suppress(OSError):  # a full disk; the lock holds without it
-        lock.truncate(0)
-        lock.write(command.encode())
-        lock.flush()
+    if not command:
+        return
+    with suppress(OSError):  # a full disk; the lock holds without it. Unbuffered: nothing is left for its close
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), command.encode())
 
 
 def _claimed_by(recipe: Recipe, command: str) -> Path | None:
