@@ -57,6 +57,7 @@ class TrainVerb:
             start_time=time.time() - float(start["age"]),
             resume=options.resume,
             generation=int(start["generation"]),
+            saved_before=int(start["saved_before"]),
         )
 
         def finish(summary: dict[str, Any]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Coordinator:
 
     def _run_generation(self, hosts: list[Member]) -> Any:
         generation = Generation(
-            self.number, self.members, hosts, self.job, self.store.address, self.signals, revive=self.revive
+            self.number, self.members, hosts, self.job, self.store.address, self.signals, self.revive, self.num_saved
         )
         try:
             generation.check_network()

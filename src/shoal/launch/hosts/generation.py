@@ -68,6 +68,8 @@ class Generation:
     """Received signals that are still to be handled."""
     revive: Callable[[], None]
     """Called in each turn: start the agents of hosts that are missing."""
+    saved_before: int = 0
+    """The newest step that earlier generations have saved; 0: none."""
     plan: str = ""
     prepared: dict[Member, Message] = field(default_factory=dict)
     done: dict[Member, Message] = field(default_factory=dict)
@@ -195,6 +197,7 @@ class Generation:
                 "do": "start", "generation": self.number, "first_rank": self.first_rank(host), "node": node,
                 "num_local": host.spec.slots, "world_size": self.world_size, "store": list(self.store),
                 "job": self.job.name, "age": time.time() - self.job.start_time,
+                "saved_before": self.saved_before,
             }  # fmt: skip
             self.all.send([host], order)
 

@@ -19,6 +19,7 @@ from shoal.comm.heartbeat.heart import begin_step, phase
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.data.loader import Loader, evaluation_batches
+from shoal.errors import ShoalError
 from shoal.numerics.lr_schedule import lr_factor, scaled_lr
 from shoal.numerics.optim.build import set_lr
 from shoal.numerics.precision import slow_here
@@ -53,6 +54,8 @@ class RunInvocation:
     """How often the workers of this run were restarted."""
     memory_root: Path | None = None
     """A folder in shared memory that outlives the workers."""
+    saved_before: int = 0
+    """The newest step that workers of this run have saved on any host. A start at step 0 would lose it."""
 
 
 def train(placement: Placement | None, store: Store | None, job: Job, invocation: RunInvocation) -> dict[str, Any]:
@@ -122,7 +125,15 @@ def _storage(run: Run, job: Job, invocation: RunInvocation, line: ProgressLine) 
         load_first_weights(run, job, line)
         return NoStorage()
     generation, memory_root = invocation.generation, invocation.memory_root
-    return open_storage(run, job, line, resume=invocation.resume, generation=generation, memory_root=memory_root)
+    storage = open_storage(run, job, line, resume=invocation.resume, generation=generation, memory_root=memory_root)
+    if storage.manifest is None and invocation.saved_before:
+        storage.close()
+        raise ShoalError(
+            f"the hosts that are left find no checkpoint, but step {invocation.saved_before} of this run was saved",
+            fix="--checkpoint.dir /shared/run, a directory that all hosts share",
+            code="N069",
+        )
+    return storage
 
 
 def _train_and_evaluate(
