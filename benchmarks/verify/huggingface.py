@@ -45,7 +45,7 @@ def cell(kind: str, words: str, reasons: dict[str, str]) -> str:
         result = shoal.verify(build, huggingface.batch(kind), words, nproc=2, steps=2)
     except shoal.ShoalError as error:
         said = re.search(r"cannot divide this model: (.*)", str(error)) or re.search(r"\n  (.*)", str(error))
-        why = re.sub(r"^[A-Z]\w+:? ", "", said[1] if said else str(error).splitlines()[0])
+        why = re.sub(r"^[A-Z]\w+:? | \[[A-Z]\d+\]$", "", said[1] if said else str(error).splitlines()[0])
         return reasons.setdefault(why, chr(ord("a") + len(reasons)))
     worst = result.verdict.worst
     largest = max(worst.loss, worst.grad, worst.weight, worst.grad_norm)

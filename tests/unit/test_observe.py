@@ -57,8 +57,27 @@ def test_the_last_name_resumes_unless_it_is_finished_or_of_another_recipe() -> N
     assert (again.path, again.resumes) == (Path("runs/a"), True)
     other = claimed(name="a", seed=7)
     assert (other.path, other.resumes) == (Path("runs/a-2"), False)
-    assert claimed(name="a").path == Path("runs/a-3")  # the last one is the other's
-    assert claimed("fresh", name="a").path == Path("runs/a-4")
+    assert other.beside == "'runs/a' has other settings: run.seed: 0 → 7"
+    assert claimed(name="a").path == Path("runs/a")  # its own, although another came after it
+    assert claimed("fresh", name="a").path == Path("runs/a-3")
+
+
+def test_a_restart_finds_the_directory_of_its_own_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a second run of the same recipe: without its mark it would begin a third one, at step 0."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shoal.observe.run_directory.LOCK_TIMEOUT", 0.0)
+    mine = RunDirectory.claim(recipe(name="a"), command="mine")
+    mine.begin(recipe(name="a"))
+    other = RunDirectory.claim(recipe(name="a"), command="other")
+    other.begin(recipe(name="a"))
+    assert (mine.path, other.path) == (Path("runs/a"), Path("runs/a-2"))
+    mine.close()  # its workers have died
+    again = RunDirectory.claim(recipe(name="a"), command="mine", is_restart=True)
+    assert (again.path, again.resumes) == (mine.path, True)
+    with rejects("C027", "runs/a-2"):  # of a command that left no mark, which must not begin beside what it may own
+        RunDirectory.claim(recipe(name="a"), is_restart=True)
+    again.close()
+    other.close()
 
 
 def test_a_directory_in_use_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

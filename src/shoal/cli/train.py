@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -266,7 +267,9 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
     launched, settings = job.recipe.launch, job.recipe.checkpoint
     saves = not job.recipe.run.fast_dev_run
     quiet = options.quiet or options.json
-    invocation = RunInvocation(save=saves, quiet=quiet, start_time=start_time, resume=options.resume)
+    invocation = RunInvocation(
+        save=saves, quiet=quiet, start_time=start_time, resume=options.resume, command=secrets.token_hex(8)
+    )
     if placement or world_size == 1:
         generation = placement.generation if placement else 0
         with _naming_shortened_data(job):

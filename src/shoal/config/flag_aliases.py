@@ -51,6 +51,8 @@ _INSTEAD = {
     "torchrun --nnodes 2 --nproc-per-node 8 -m shoal train recipe.yaml": (
         "node_rank machine_rank rdzv_endpoint rdzv_backend master_addr master_port main_process_ip hostfile"
     ),
+    "--model.lora.rank {8}": "lora lora_r lora_rank use_lora use_peft peft",
+    "--model.lora.base nf4 --model.lora.rank 8": "load_in_4bit qlora use_qlora",
     "--device cuda  # or cpu, or auto": "accelerator",
     "--device cpu": "use_cpu no_cuda cpu",
     "--device cuda": "cuda gpu",

@@ -26,9 +26,10 @@ def read_yaml(path: Path) -> Tree:
     except FileNotFoundError:
         names = {file.stem: file for file in path.parent.glob("*.yaml")} if path.parent.is_dir() else {}
         near = names.get(nearest(path.stem, names) or "")
+        model = f"--model.name {path}" if str(path).startswith("hf:") else None
         raise ShoalError(
             f"there is no recipe {str(path)!r}",
-            fix=f"shoal train {near}" if near else "shoal train PATH.yaml, or shoal train for the defaults",
+            fix=model or (f"shoal train {near}" if near else "shoal train PATH.yaml, or shoal train for the defaults"),
             code="R006",
         ) from None
     except (OSError, ShoalError) as error:

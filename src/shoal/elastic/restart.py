@@ -64,7 +64,8 @@ def with_restarts(
             recent = 1 if time.monotonic() - began > LONG_ENOUGH else recent + 1
             first = str(error).partition("\n    fix:")[0] if _STACK in str(error) else str(error).splitlines()[0]
             since = f" since step {newest} was saved" if newest >= 0 else ""
-            say(f"{first}\n  restarting all workers from the last checkpoint: restart {used} of {most}{since}")
+            where = "from the last checkpoint" if newest >= 0 else "from the newest checkpoint, if there is one"
+            say(f"{first}\n  restarting all workers {where}: restart {used} of {most}{since}")
             sleep(pause_before(recent))
     raise AssertionError("a generation either returns or raises")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -20,7 +21,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,6 +45,8 @@ _WRITTEN = (
 )
 
 
+MOST_COMMAND = 2**10
+"""The largest size of a lock in bytes."""
 MOST_SUMMARY = 2**24
 """The largest size of a summary in bytes."""
 LOCK_TIMEOUT = 6.0
@@ -60,21 +63,33 @@ class RunDirectory:
         """Whether it holds a run of this recipe that resumes."""
         self.evaluation: tuple[int, float] | None = None
         """The step and the loss of the last evaluation before the resume; None: there is none."""
+        self.beside = ""
+        """Why the run before this one is left alone; empty: there is none, or it resumes."""
         self._is_fresh, self._lock = is_fresh, lock
 
     @classmethod
-    def claim(cls, recipe: Recipe, resume: str = "auto") -> RunDirectory:
+    def claim(
+        cls, recipe: Recipe, resume: str = "auto", *, command: str = "", is_restart: bool = False
+    ) -> RunDirectory:
         """Create or find the directory of this recipe, and lock it.
 
-        resume    auto: resume an unfinished run of this recipe; never overwrite anything else
-                  fresh: start over; `begin` removes an earlier run in a named directory
-                  else: resume the run in the directory, finished or not
+        resume      auto: resume an unfinished run of this recipe; never overwrite anything else
+                    fresh: start over; `begin` removes an earlier run in a named directory
+                    else: resume the run in the directory, finished or not
+        command     identifies the command that started the run, the same after a restart
+        is_restart  find the directory that an earlier generation of this command has claimed
         """
-        path = Path(recipe.run.dir) if recipe.run.dir else _numbered(recipe, resume=resume)
+        path = Path(recipe.run.dir) if recipe.run.dir else None
+        path = path or (_claimed_by(recipe, command) if is_restart else None)
+        path = path or _numbered(recipe, resume=resume, is_restart=is_restart)
         try:
             resumes = _can_resume(path, recipe, resume)
             make_directory(path, private=True)
-            return cls(path, resumes=resumes, is_fresh=resume == "fresh", lock=locked(path))
+            lock = locked(path)
+            _sign(lock, command)
+            found = cls(path, resumes=resumes, is_fresh=resume == "fresh", lock=lock)
+            found.beside = _beside(path, recipe) if resume == "auto" and not resumes else ""
+            return found
         except OSError as error:
             raise _unwritable(path, error) from None
 
@@ -179,19 +194,66 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _numbered(recipe: Recipe, *, resume: str) -> Path:
-    """The last of `runs/NAME`, `runs/NAME-2`, ... if it resumes; else the first free one."""
-    last, path = None, Path("runs") / recipe.run.name
-    number = 1
-    while path.exists():
-        last, number = path, number + 1
+def _sign(lock: BinaryIO, command: str) -> None:
+    """Write into the lock which command holds it: another run of the same recipe may be beside it."""
+    with suppress(OSError):  # a full disk; the lock holds without it
+        lock.truncate(0)
+        lock.write(command.encode())
+        lock.flush()
+
+
+def _claimed_by(recipe: Recipe, command: str) -> Path | None:
+    """The directory that a command has claimed before; None: it has not come that far."""
+    for path in _existing(recipe):
+        with suppress(OSError):
+            if command and read_regular(path / "lock", MOST_COMMAND) == command.encode():
+                return path
+    return None
+
+
+def _existing(recipe: Recipe) -> Iterator[Path]:
+    """`runs/NAME`, `runs/NAME-2`, ... as far as they exist."""
+    path = Path("runs") / recipe.run.name
+    for number in itertools.count(2):
+        if not path.exists():
+            return
+        yield path
         path = path.with_name(f"{recipe.run.name}-{number}")
-    if last is None or resume == "fresh" or _is_locked(last):
+
+
+def _numbered(recipe: Recipe, *, resume: str, is_restart: bool = False) -> Path:
+    """The newest of `runs/NAME`, `runs/NAME-2`, ... that resumes; else the first free one."""
+    there = list(_existing(recipe))
+    last = there[-1] if there else None
+    path = Path("runs") / (f"{recipe.run.name}-{len(there) + 1}" if there else recipe.run.name)
+    if last is None or resume == "fresh":
         return path
+    if _is_locked(last) and is_restart:
+        return last  # a restart waits for its own lock, and never starts over beside it
     if resume != "auto":
-        return last
-    stored = _stored(last)
-    return last if stored is not None and not _has_ended(last) and not changes(stored, recipe) else path
+        return path if _is_locked(last) else last
+    return next((each for each in reversed(there) if not _left_alone(each, recipe) and not _is_locked(each)), path)
+
+
+def _beside(path: Path, recipe: Recipe) -> str:
+    """Why the numbered run before a new one is not resumed."""
+    before = [each for each in _existing(recipe) if each != path]
+    if recipe.run.dir or not before:
+        return ""
+    return _left_alone(before[-1], recipe)
+
+
+def _left_alone(path: Path, recipe: Recipe) -> str:
+    """Why a new run does not resume the run in a directory; empty: it does."""
+    stored = _stored(path)
+    if stored is None:
+        return f"{str(path)!r} holds no run"
+    if found := changes(stored, recipe):
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        return f"{str(path)!r} has other settings: {'; '.join(found[:3])}{more}"
+    if _has_ended(path):
+        return f"{str(path)!r} has ended; --resume latest with a longer --run.duration continues it"
+    return ""
 
 
 def _can_resume(path: Path, recipe: Recipe, resume: str) -> bool:

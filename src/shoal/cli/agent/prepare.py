@@ -58,6 +58,7 @@ class TrainVerb:
             resume=options.resume,
             generation=int(start["generation"]),
             saved_before=int(start["saved_before"]),
+            command=str(start["job"]),
         )
 
         def finish(summary: dict[str, Any]) -> dict[str, Any]:

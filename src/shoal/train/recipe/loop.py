@@ -18,6 +18,7 @@ from shoal.blueprint.layout_drawing import draw_layout
 from shoal.comm.heartbeat.heart import begin_step, phase
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
+from shoal.config.recipe import Recipe
 from shoal.data.loader import Loader, evaluation_batches
 from shoal.errors import ShoalError
 from shoal.numerics.lr_schedule import lr_factor, scaled_lr
@@ -56,6 +57,8 @@ class RunInvocation:
     """A folder in shared memory that outlives the workers."""
     saved_before: int = 0
     """The newest step that workers of this run have saved on any host. A start at step 0 would lose it."""
+    command: str = ""
+    """Identifies the command on all of its hosts and through its restarts; empty: it is not known."""
 
 
 def train(placement: Placement | None, store: Store | None, job: Job, invocation: RunInvocation) -> dict[str, Any]:
@@ -124,8 +127,15 @@ def _storage(run: Run, job: Job, invocation: RunInvocation, line: ProgressLine) 
     if not invocation.save:
         load_first_weights(run, job, line)
         return NoStorage()
-    generation, memory_root = invocation.generation, invocation.memory_root
-    storage = open_storage(run, job, line, resume=invocation.resume, generation=generation, memory_root=memory_root)
+    storage = open_storage(
+        run,
+        job,
+        line,
+        resume=invocation.resume,
+        generation=invocation.generation,
+        memory_root=invocation.memory_root,
+        command=invocation.command,
+    )
     if storage.manifest is None and invocation.saved_before:
         storage.close()
         raise ShoalError(
@@ -280,7 +290,7 @@ def _headline(run: Run, job: Job, lr: float, choices: list[str], storage: NoStor
     parameters = run.composed.num_parameters
     model = " ".join(filter(None, (recipe.model.name, recipe.model.preset)))
     lines = [
-        f"model  {model}: {parameters:,} parameters, {run.plan.precision}",
+        f"model  {model}: {parameters:,} parameters{_adapters(recipe)}, {run.plan.precision}",
         f"data   {job.training.describe()}",
         f"plan   {run.plan.brief()}",
         f"step   {recipe.data.global_batch} samples = {_counted(run.degree, 'data rank')}"
@@ -302,7 +312,15 @@ def _headline(run: Run, job: Job, lr: float, choices: list[str], storage: NoStor
     if storage.manifest is not None:
         ranks = _counted(int(storage.state.get("ranks", 1)), "rank")
         lines.append(f"resume from step {storage.manifest.step}, saved by {ranks}")
+    elif storage.beside:
+        lines.append(f"start  over, in {str(storage.path)!r}: {storage.beside}")
     return "\n".join(lines)
+
+
+def _adapters(recipe: Recipe) -> str:
+    """A few words about LoRA; empty: it is off."""
+    lora = recipe.model.lora
+    return "" if lora is None else f" with adapters of rank {lora.rank}, which alone are trained"
 
 
 def _counted(number: int, thing: str, plural: str = "s") -> str:

@@ -26,6 +26,8 @@ class NoStorage:
     """The run directory."""
     manifest: Manifest | None = None
     """Of the step that the run resumes from; None: it starts at step 0."""
+    beside: str = ""
+    """Why the run before this one is left alone; empty: there is none."""
     evaluation: tuple[int, float] | None = None
     """Step and loss of the last evaluation before the run was interrupted."""
 
@@ -65,6 +67,7 @@ class RunStorage(NoStorage):
     def __init__(self, directory: RunDirectory, autosaver: Autosaver, manifest: Manifest | None) -> None:
         self._directory, self._autosaver = directory, autosaver
         self.path, self.manifest, self.evaluation = directory.path, manifest, directory.evaluation
+        self.beside = directory.beside
 
     @property
     def is_due(self) -> bool:
@@ -98,13 +101,20 @@ class RunStorage(NoStorage):
 
 
 def open_storage(
-    run: Run, job: Job, line: ProgressLine, *, resume: str, generation: int, memory_root: Path | None
+    run: Run,
+    job: Job,
+    line: ProgressLine,
+    *,
+    resume: str,
+    generation: int,
+    memory_root: Path | None,
+    command: str = "",
 ) -> RunStorage:
     """Claim the run directory and load the step to resume from. Every rank calls it; all raise or none does."""
     resume = "auto" if generation else "fresh" if job.recipe.run.overwrite else resume
     if job.recipe.run.start_from is not None:
         check_start_from(run, job.recipe, is_fresh=resume == "fresh")  # before anything is removed
-    directory = _claim_directory(run.world, job.recipe, resume)
+    directory = _claim_directory(run.world, job.recipe, resume, command, is_restart=generation > 0)
     autosaver: Autosaver | None = None
     try:
         autosaver = Autosaver.of(run, job, directory=directory.path, memory_root=memory_root, say=line.say)
@@ -169,12 +179,12 @@ def _begin(directory: RunDirectory, job: Job, steps_done: int) -> tuple[int, flo
     return directory.last_evaluation()
 
 
-def _claim_directory(world: World, recipe: Recipe, resume: str) -> RunDirectory:
+def _claim_directory(world: World, recipe: Recipe, resume: str, command: str, *, is_restart: bool) -> RunDirectory:
     """Claim the run directory on the main rank; if that fails, raise on every rank."""
     own: list[RunDirectory] = []
 
     def claim() -> tuple[Path, bool]:
-        own.append(RunDirectory.claim(recipe, resume))
+        own.append(RunDirectory.claim(recipe, resume, command=command, is_restart=is_restart))
         return own[0].path, own[0].resumes
 
     fix = "--run.dir WRITABLE_DIRECTORY"
