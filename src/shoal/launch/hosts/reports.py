@@ -40,7 +40,7 @@ def error_from(report: dict[str, Any], *, host: str = "") -> ShoalError:
 
 
 def encoded(message: dict[str, Any]) -> bytes:
-    """A report as one packet. The texts of an error that is too long are cut in the middle, then its last problems."""
+    """A report as one packet. The texts of one that is too long are cut in the middle; all problems stay."""
     data = json.dumps(message).encode()
     for most in (4000, 1000, 200):
         if len(data) <= MOST_REPORT:
