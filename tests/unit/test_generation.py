@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from shoal.elastic.replan import plan_for_ranks
 from shoal.errors import RunFailed
 from shoal.launch.failure import Failure
 from shoal.launch.hosts import generation as module
-from shoal.launch.hosts.generation import Generation, Grown, Job
+from shoal.launch.hosts.agent import token_file
+from shoal.launch.hosts.coordinator import Coordinator
+from shoal.launch.hosts.generation import Generation, Grown, Job, check_shared_folder
 from shoal.launch.hosts.hostlist import HostSpec
 from shoal.launch.hosts.members import Member
 from tests.rejects import rejects
@@ -108,6 +112,107 @@ def test_a_host_that_is_back_loads_the_job_and_then_all_save(all_hosts: FakeMemb
     (to_b, prepare), (to_a, signal) = all_hosts.sent
     assert (to_b, prepare["do"], prepare["world_size"], prepare["first_rank"]) == ("b", "prepare", 4, 2)
     assert (to_a, signal) == ("a", {"do": "signal", "number": 15})
+
+
+def test_the_first_signal_of_a_user_while_workers_save_for_a_host_that_is_back(all_hosts: FakeMembers) -> None:
+    """The workers had a SIGTERM already. A second signal would kill them before they have saved."""
+    a, _ = all_hosts.members
+    done = {"say": "ended", "generation": 1, "outcome": "done", "value": {"was_stopped": True}}
+    all_hosts.events = [(a, done)]
+    growing = generation(all_hosts, names="a", signals=[2])
+    growing.grows = True
+    assert growing.watch() == {"was_stopped": True}  # the run ends, as the user wants it
+    assert all_hosts.sent == []
+    all_hosts.events = [(a, {"say": "ended", "generation": 1, "outcome": "killed", "signal": 15})]
+    growing = generation(all_hosts, names="a")
+    growing.grows = True
+    with pytest.raises(Grown):  # too slow to save: no reason to end the run
+        growing.watch()
+
+
+def test_a_host_that_joins_again_has_stopped(all_hosts: FakeMembers, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = all_hosts.members
+    monkeypatch.setattr(module, "SECONDS_TO_END", 0.5)
+    monkeypatch.setattr(all_hosts, "send", lambda members, message: None)
+    monkeypatch.setattr(all_hosts, "lose", lambda host, why: pytest.fail(why), raising=False)
+    all_hosts.events = [
+        (a, {"say": "stopped", "generation": 1}),
+        (b, {"say": "lost", "why": "gone"}),
+        (b, {"say": "joined"}),
+    ]
+    generation(all_hosts).stop_all(0.0)
+
+
+def test_saved_steps_of_a_host_that_is_lost_later_count(all_hosts: FakeMembers) -> None:
+    a, _ = all_hosts.members
+    all_hosts.events = [
+        (a, {"say": "saved", "generation": 1, "saved_step": 7}),
+        (a, {"say": "lost", "why": "gone"}),
+    ]
+    with rejects("N057", "host a", kind=RunFailed) as caught:
+        generation(all_hosts).watch()
+    assert caught.value.saved_step == 7  # type: ignore[attr-defined]
+
+
+def test_a_returned_host_that_cannot_run_the_job_is_left_out(all_hosts: FakeMembers) -> None:
+    a, b = all_hosts.members
+    done = {"say": "ended", "generation": 1, "outcome": "done", "value": {"was_stopped": False}}
+    error = {"title": "", "problems": [["N059", "no recipe", "scp"]], "has_failed": False, "may_pass": False}
+    rejected = {"say": "rejected", "generation": 1, "error": error}
+    all_hosts.events = [(b, {"say": "joined"}), (b, rejected), (a, done)]
+    generation(all_hosts, names="a").watch()
+    assert b.is_left_out
+    assert "no recipe" in all_hosts.said[0]
+    assert "host b is left out" in all_hosts.said[0]
+
+
+@pytest.mark.parametrize(
+    ("rejects_it", "had_run", "min_hosts", "expected"),
+    [("b", "a", 1, True), ("b", "a", 2, False), ("b", "ab", 1, False), ("b", "", 1, False)],
+)
+def test_which_host_a_run_can_do_without(
+    all_hosts: FakeMembers, rejects_it: str, had_run: str, min_hosts: int, expected: bool
+) -> None:
+    all_hosts.usable = all_hosts.members  # type: ignore[attr-defined]
+    coordinator = Coordinator(all_hosts, None, None, "none", "", None, 1.0, min_hosts)  # type: ignore[arg-type]
+    coordinator.experienced = {each for each in all_hosts.members if each.name in had_run}
+    (host,) = (each for each in all_hosts.members if each.name == rejects_it)
+    assert coordinator._can_leave_out(host) == expected
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_hosts_that_do_not_share_the_checkpoints_are_named(
+    all_hosts: FakeMembers, is_shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_file, "SECONDS", 0.2)
+    folders = {"a": tmp_path / "a", "b": tmp_path / ("a" if is_shared else "b")}
+    for folder in folders.values():
+        folder.mkdir(exist_ok=True)
+    orders = []
+
+    def send(members: list[Member], message: Any) -> None:
+        for member in members:
+            monkeypatch.chdir(folders[member.name])
+            orders.append((member.name, message["do"]))
+            all_hosts.events.append((member, {"generation": 1, **token_file.handle(message)}))
+
+    monkeypatch.setattr(all_hosts, "send", send)
+    checked = generation(all_hosts)
+    checked.prepared = {member: {"saves_to": "runs/one"} for member in all_hosts.members}
+    expectation = (
+        nullcontext() if is_shared else rejects("N069", "host b (in", "host a writes to 'runs/one'", "--check")
+    )
+    with expectation:
+        check_shared_folder(checked)
+    assert orders == [("a", "write token"), ("b", "find token"), ("a", "remove token")]
+    assert (checked.rejected_by is None) == is_shared
+    assert [path for folder in folders.values() for path in folder.iterdir()] == []
+    orders.clear()
+    for alone, saves_to in ((True, "runs"), (False, "")):  # one host, and an object store
+        checked = generation(all_hosts, names="a" if alone else "ab")
+        checked.prepared = {member: {"saves_to": saves_to} for member in all_hosts.members}
+        check_shared_folder(checked)
+    assert orders == []
 
 
 def test_hosts_with_other_recipes_or_devices_are_rejected(all_hosts: FakeMembers) -> None:

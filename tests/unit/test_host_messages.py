@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import pickle
 import select
+import selectors
 import shlex
 import socket
 import threading
@@ -20,11 +21,12 @@ from shoal.cli.train import main as train
 from shoal.comm.rendezvous.key import Key
 from shoal.errors import ShoalError
 from shoal.launch.hosts import members as members_module
+from shoal.launch.hosts import messages as messages_module
 from shoal.launch.hosts.agent.join import join
 from shoal.launch.hosts.agent.probe import Probe
-from shoal.launch.hosts.hostlist import HostSpec, choose_address, read_hosts, reject_loopback_names
+from shoal.launch.hosts.hostlist import HostSpec, called, choose_address, read_hosts, reject_loopback_names
 from shoal.launch.hosts.members import Members
-from shoal.launch.hosts.messages import CHALLENGE, MOST, Channel, Ended, Stranger, prove
+from shoal.launch.hosts.messages import CHALLENGE, MAGIC, MOST, PROOF, Channel, Ended, Stranger, prove
 from shoal.launch.hosts.ssh import command_for, start_agent, why_ended
 from tests.rejects import rejects
 
@@ -127,16 +129,102 @@ def test_an_agent_joins_through_a_crowd_of_strangers(door: tuple[Members, list[s
         assert len(coordinator._strangers) <= members_module.MOST_STRANGERS
         assert len(said) < 25  # a flood does not fill the log
         assert any("rejected a connection from 127.0.0.1: it does not hold the key" in text for text in said)
-        # A second process that holds the key does not take the place of a host that is there, nor of one not listed.
-        for name in ("b", "c"):
-            second, events = served(coordinator, lambda name=name: join(address(coordinator), Key(KEY, "h"), name))
-            assert events == []
-            assert second.read()[-1:] == [{"do": "leave"}]
-            second.close()
+        # A process that holds the key, but is of no listed host, is sent away.
+        other, events = served(coordinator, lambda: join(address(coordinator), Key(KEY, "h"), "c"))
+        assert events == []
+        assert other.read()[-1:] == [{"do": "leave"}]
+        other.close()
+        # An agent that connects again, before the end of its old connection is seen, takes its own place.
+        second, events = served(coordinator, lambda: join(address(coordinator), Key(KEY, "h"), "b"))
+        assert [(member.name, event["say"]) for member, event in events] == [("b", "lost"), ("b", "joined")]
+        assert channel.read()[-1:] == [{"do": "leave"}]
         assert coordinator.members[1].is_here
         channel.close()
+        second.close()
         (event,) = (event for _ in range(20) for event in coordinator.turn(0.02))
         assert event[1]["say"] == "lost"
+
+
+def test_a_flood_from_one_address_does_not_evict_others(door: tuple[Members, list[str]]) -> None:
+    coordinator, _ = door
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            socket.create_connection(address(coordinator), source_address=("127.0.0.9", 0))
+        )  # the oldest
+        coordinator.turn(0.01)
+        for _ in range(members_module.MOST_STRANGERS + 10):
+            stack.enter_context(socket.create_connection(address(coordinator)))
+            coordinator.turn(0.01)
+        assert [each.address for each in coordinator._strangers].count("127.0.0.9") == 1
+
+
+def test_a_connection_that_breaks_in_the_handshake_is_tried_again() -> None:
+    """A flooded coordinator closes connections; that is no other key."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        accepted = []
+
+        def close_some() -> None:
+            while len(accepted) < 2:
+                connection = listening.accept()[0]
+                accepted.append(connection)
+                connection.send(MAGIC + bytes(32))
+                connection.recv(PROOF)
+                connection.close()
+
+        thread = threading.Thread(target=close_some)
+        thread.start()
+        with rejects("N053", "it closed the connection"):
+            join(listening.getsockname()[:2], Key(KEY, "here"), "b", seconds=0.5)
+        thread.join()
+    assert len(accepted) == 2
+
+
+def connected(stack: contextlib.ExitStack) -> tuple[Channel, socket.socket]:
+    """A channel over TCP, and its peer, which reads nothing by itself."""
+    listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    ours = stack.enter_context(socket.create_connection(listening.getsockname()))
+    ours.setblocking(False)
+    return Channel(ours, KEY, KEY), stack.enter_context(listening.accept()[0])
+
+
+def test_a_host_whose_process_reads_slowly_or_not_at_all_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages_module, "SILENCE", 0.15)
+    with contextlib.ExitStack() as stack:
+        channel, peer = connected(stack)
+        while not channel.num_unsent:
+            channel.send({"text": "x" * 50_000})
+        for number in range(20):  # the queue never becomes empty, and then its reader stops (Ctrl-S)
+            assert channel.silence() == "", number
+            channel.send({"text": "x" * 50_000})
+            if number < 8:
+                peer.recv(2**16)
+            time.sleep(0.03)
+        monkeypatch.setattr(messages_module, "_seconds_without_answer", lambda connection: float("inf"))
+        time.sleep(0.2)
+        assert "has not answered" in channel.silence()
+
+
+def test_a_stop_of_the_coordinator_does_not_count_as_silence_of_others(
+    door: tuple[Members, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped in its `select`, and agents that are stopped with it have sent nothing meanwhile."""
+    coordinator, _ = door
+    channel, _ = served(coordinator, lambda: join(address(coordinator), Key(KEY, "here"), "b"))
+    select_ = selectors.DefaultSelector.select
+
+    def stopped(self: Any, timeout: float | None = None) -> Any:
+        time.sleep(0.3)
+        return select_(self, 0)
+
+    monkeypatch.setattr(members_module, "MOST_GAP", 0.2)
+    for member in coordinator.present:
+        assert member.channel is not None
+        silence = type(member.channel).silence
+    monkeypatch.setattr(Channel, "silence", lambda self, stalled: silence(self, stalled, 0.2))
+    monkeypatch.setattr(selectors.DefaultSelector, "select", stopped)
+    coordinator.turn(0.01)
+    assert coordinator.members[1].is_here
+    channel.close()
 
 
 def test_lines_of_other_hosts_begin_with_their_name(
@@ -147,6 +235,8 @@ def test_lines_of_other_hosts_begin_with_their_name(
         coordinator._show(member, 2, "half of ")
         coordinator._show(member, 2, "a line\nand")
     assert capsys.readouterr().err == "half of a line\nand[b] half of a line\n"
+    coordinator.lose(coordinator.members[1], "gone")
+    assert capsys.readouterr().err == "[b] and\n"
 
 
 def test_who_proves_nothing_in_time_is_sent_away(
@@ -290,6 +380,21 @@ def test_hosts_are_read_from_words_and_files(tmp_path: Any) -> None:
         assert caught.value.codes == ("N050",), text
     assert HostSpec("b.cluster", 1).is_called("b")
     assert not HostSpec("10.0.0.1", 1).is_called("10")
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "expected"),
+    [
+        ("gpu1.rack2", "gpu1.rack1:1,gpu1.rack2:1", "gpu1.rack2"),
+        ("gpu1", "gpu1.rack1:1,gpu1.rack2:1", None),
+        ("gpu1.rack2", "gpu1.rack1:1", None),
+        ("gpu1", "me@gpu1.rack1:1,gpu2.rack1:1", "me@gpu1.rack1"),
+        ("gpu1.rack1", "gpu1:1,gpu1.rack1:1", "gpu1.rack1"),
+    ],
+)
+def test_an_agent_gets_the_place_of_its_own_name(name: str, hosts: str, expected: str | None) -> None:
+    found = called(name, read_hosts(hosts, default_slots=None))
+    assert (found.name if found else None) == expected
 
 
 def test_the_loopback_is_no_address_for_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from shoal.config.load import build_recipe
 from shoal.train.recipe.loop import RunInvocation, _lr_factor, train
 from shoal.train.recipe.preflight import Job, preflight
+from tests.rejects import rejects
 
 
 def job(**sections: Any) -> Job:
@@ -124,3 +125,15 @@ def test_a_first_step_that_compiles_is_told_of(
             None, None, job(run={"duration": "1step", "compile": compiles}), RunInvocation(save=False, start_time=0.0)
         )
         assert ("the first step compiles" in capfd.readouterr().err) == compiles
+
+
+def test_a_restart_that_finds_nothing_of_what_was_saved_does_not_start_over(tmp_path: Path) -> None:
+    where = {"duration": "1step", "dir": str(tmp_path / "run")}
+    for saved_before in (3, 0):
+        a_job = job(run=where)
+        invocation = RunInvocation(quiet=True, start_time=0.0, generation=1, saved_before=saved_before)
+        if saved_before:
+            with rejects("N069", "find no checkpoint, but step 3 of this run was saved"):
+                train(None, None, a_job, invocation)
+        else:
+            assert train(None, None, a_job, invocation)["steps"] == 1

@@ -42,6 +42,7 @@ class TrainVerb:
             "plan": str(job.recipe.plan),
             "recipe": hashlib.sha256(recipe.encode()).hexdigest()[:12],
             "device": _device(job.recipe.launch.device, order),
+            "saves_to": _saves_to(job.recipe),
         }
         return facts, lambda start: self._work(job, options, start)
 
@@ -56,6 +57,7 @@ class TrainVerb:
             start_time=time.time() - float(start["age"]),
             resume=options.resume,
             generation=int(start["generation"]),
+            saved_before=int(start["saved_before"]),
             command=str(start["job"]),
         )
 
@@ -77,6 +79,13 @@ def check_recipe(path: Path | None, order: Message) -> None:
     if hashlib.sha256(path.read_bytes()).hexdigest() != order["recipe"]:
         what = f"{str(path)!r} is not the file that the coordinator has"
         raise ShoalError(what, fix=f"scp {path} {where}", code="N059")
+
+
+def _saves_to(recipe: Any) -> str:
+    """The folder that must be on all hosts; empty: nothing is saved, or an object store has the checkpoints."""
+    if recipe.run.fast_dev_run or "://" in (recipe.checkpoint.dir or ""):
+        return ""
+    return str(recipe.checkpoint.dir or recipe.run.dir or "runs")
 
 
 def _device(device: str, order: Message) -> str:

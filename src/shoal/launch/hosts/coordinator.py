@@ -19,9 +19,9 @@ from typing import Any
 from shoal.blueprint.plan import Plan
 from shoal.comm.rendezvous.key import Key
 from shoal.errors import ShoalError
-from shoal.launch.hosts.generation import Generation, Grown, Job
+from shoal.launch.hosts.generation import Generation, Grown, Job, check_shared_folder
 from shoal.launch.hosts.hostlist import HostSpec
-from shoal.launch.hosts.lifetime import forked
+from shoal.launch.hosts.lifetime import STOP_SIGNALS, forked
 from shoal.launch.hosts.members import Member, Members
 from shoal.launch.hosts.ssh import NOBODY, Command, start_agent, why_ended
 from shoal.launch.hosts.store import StoreProcess, close_all_but
@@ -32,8 +32,6 @@ FENCE = 1.0
 """Seconds after a host is lost before a generation without it starts."""
 REVIVAL = 5.0
 """Seconds between two attempts to start the agent of a lost host."""
-_HANG_UP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)  # nohup ignores it
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_HANG_UP)
 
 LocalAgent = Callable[[tuple[str, int], str, str], int]
 """Serves as the agent of this host: address, key and name; returns an exit code."""
@@ -55,6 +53,10 @@ class Coordinator:
     """Of the last generation."""
     num_used: int = 0
     """The hosts of the last generation."""
+    num_saved: int = 0
+    """The newest saved step."""
+    experienced: set[Member] = field(default_factory=set)
+    """The hosts that have run the job."""
     next_revival: float = 0.0
     commands: dict[Member, Command] = field(default_factory=dict)
     local_agents: dict[Member, int] = field(default_factory=dict)
@@ -73,15 +75,16 @@ class Coordinator:
             self.wait_for_hosts(least=len(self.members.members) if self.number < 0 else self.min_hosts)
             self.number += 1
             with contextlib.suppress(Grown):
-                return self._run_generation(self.members.present)
+                return self._run_generation(self.members.usable)
 
     def _run_generation(self, hosts: list[Member]) -> Any:
         generation = Generation(
-            self.number, self.members, hosts, self.job, self.store.address, self.signals, revive=self.revive
+            self.number, self.members, hosts, self.job, self.store.address, self.signals, self.revive, self.num_saved
         )
         try:
             generation.check_network()
             generation.prepare()
+            check_shared_folder(generation)
             members = [[host.name, host.spec.slots] for host in hosts]
             self.store.publish({"generation": self.number, "hosts": members, "plan": generation.plan})
             if len(hosts) != self.num_used:
@@ -90,12 +93,24 @@ class Coordinator:
             self.num_used = len(hosts)
             generation.wait_until(self._fence())
             generation.start()
+            self.experienced.update(hosts)
             return generation.watch()
         except Grown:
             raise
-        except BaseException:
+        except BaseException as error:
             generation.stop_all(0.0)
+            if (newcomer := generation.rejected_by) is not None and self._can_leave_out(newcomer):
+                newcomer.is_left_out = True
+                self.members.say(f"{error}\n  host {newcomer.name} is left out until its agent joins again")
+                raise Grown from None
             raise
+        finally:
+            self.num_saved = max(self.num_saved, generation.saved_step or 0)
+
+    def _can_leave_out(self, host: Member) -> bool:
+        """Whether the run can continue without a host that has rejected the job: others have run it before."""
+        others = [each for each in self.members.usable if each is not host]
+        return bool(self.experienced) and host not in self.experienced and len(others) >= self.min_hosts
 
     def _fence(self) -> float:
         """The moment from which a host that is only cut off has noticed it too, and has ended its workers."""
@@ -139,8 +154,8 @@ class Coordinator:
         """Return when every host has joined, or after a restart this many."""
         began = time.monotonic()
         is_noted = False
-        while missing := [member for member in self.members.members if not member.is_here]:
-            if len(self.members.present) >= least and len(self.members.members) > least:
+        while missing := [member for member in self.members.members if member not in self.members.usable]:
+            if len(self.members.usable) >= least and len(self.members.members) > least:
                 return
             self._raise_on_signal()
             self.members.turn()
@@ -244,7 +259,7 @@ def secret_of(text: str) -> bytes:
 
 def _be_agent(serve: LocalAgent, address: tuple[str, int], key: str, name: str) -> int:
     close_all_but()  # else connections of the coordinator would not end with it
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     return serve(address, key, name)
 
@@ -254,7 +269,7 @@ def _receiving_signals(signals: list[int]) -> Iterator[None]:
     def enqueue(number: int, frame: FrameType | None) -> None:
         signals.append(number)
 
-    before = {number: signal.signal(number, enqueue) for number in SIGNALS}
+    before = {number: signal.signal(number, enqueue) for number in STOP_SIGNALS}
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ A failure of one host is reported within `SETTLE` of its decision there, and all
 
 from __future__ import annotations
 
+import secrets
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -67,6 +68,8 @@ class Generation:
     """Received signals that are still to be handled."""
     revive: Callable[[], None]
     """Called in each turn: start the agents of hosts that are missing."""
+    saved_before: int = 0
+    """The newest step that earlier generations have saved; 0: none."""
     plan: str = ""
     prepared: dict[Member, Message] = field(default_factory=dict)
     done: dict[Member, Message] = field(default_factory=dict)
@@ -75,6 +78,8 @@ class Generation:
     saved_step: int | None = None
     passed_on: int | None = None
     kill_at: float | None = None
+    rejected_by: Member | None = None
+    """The host that has rejected the job."""
     grows: bool = False
     """Whether the workers were stopped because a host has come back."""
 
@@ -100,13 +105,13 @@ class Generation:
             return
         ports: dict[Member, Message] = {}
         self.all.send(self.hosts, {"do": "listen", "generation": self.number})
-        self._collect(ports, "listening")
+        self.collect(ports, "listening")
         for number, host in enumerate(self.hosts):
             others = [*self.hosts[number + 1 :], *self.hosts[:number]][:MOST_PEERS]
             targets = [[f"host {each.name}", ports[each]["address"], ports[each]["port"]] for each in others]
             self.all.send([host], {"do": "reach", "targets": [["the store of the coordinator", *self.store], *targets]})
         reached: dict[Member, Message] = {}
-        self._collect(reached, "reached")
+        self.collect(reached, "reached")
         problems = [
             Problem(
                 "N066",
@@ -126,14 +131,14 @@ class Generation:
         """Let every host load and check the job; raises if one rejects it, or has another one."""
         for host in self.hosts:
             self.all.send([host], self.order_to_prepare(host))
-        self._collect(self.prepared, "prepared")
+        self.collect(self.prepared, "prepared")
         lead = self.prepared[self.hosts[0]]
         self.plan = str(lead["plan"])
         others = [host for host in self.hosts if self.prepared[host]["plan"] != lead["plan"]]
         for host in others:  # `plan: auto` depends on the calibration of a host; one plan has to hold on all
             del self.prepared[host]
             self.all.send([host], {**self.order_to_prepare(host), "plan": lead["plan"]})
-        self._collect(self.prepared, "prepared")
+        self.collect(self.prepared, "prepared")
         self._compare()
 
     def order_to_prepare(self, host: Member) -> Message:
@@ -144,9 +149,9 @@ class Generation:
             "plan": self.job.plan_for(self.world_size), "name": host.name,
         }  # fmt: skip
 
-    def _collect(self, found: dict[Member, Message], what: str) -> None:
-        """Wait until every host has reported something."""
-        while len(found) < len(self.hosts):
+    def collect(self, found: dict[Member, Message], what: str, *, of: Sequence[Member] | None = None) -> None:
+        """Wait until every host, or each of some, has reported something."""
+        while len(found) < len(self.hosts if of is None else of):
             self._raise_on_signal()
             for host, event in self.all.turn():
                 if host not in self.hosts:
@@ -160,6 +165,7 @@ class Generation:
 
     def _rejected(self, host: Member, event: Message) -> ShoalError:
         """A problem of the command is one of all hosts; the name of the host says where it was found first."""
+        self.rejected_by = host
         return error_from(event["error"], host=host.name if len(self.hosts) > 1 else "")
 
     def _compare(self) -> None:
@@ -168,6 +174,7 @@ class Generation:
             for what in ("recipe", "device"):
                 ours, theirs = self.prepared[lead][what], self.prepared[host][what]
                 if ours != theirs:
+                    self.rejected_by = host
                     raise ShoalError(
                         f"host {host.name} has another {what} than host {lead.name}: {theirs} against {ours}",
                         fix="the same files and the same devices on every host; or --launch.device cpu",
@@ -190,6 +197,7 @@ class Generation:
                 "do": "start", "generation": self.number, "first_rank": self.first_rank(host), "node": node,
                 "num_local": host.spec.slots, "world_size": self.world_size, "store": list(self.store),
                 "job": self.job.name, "age": time.time() - self.job.start_time,
+                "saved_before": self.saved_before,
             }  # fmt: skip
             self.all.send([host], order)
 
@@ -213,6 +221,8 @@ class Generation:
                     raise self._outcome()
         killed = next((event["signal"] for event in self.done.values() if event["outcome"] == "killed"), None)
         if killed is not None:
+            if self.grows:  # they took too long to save: all continue from the last checkpoint
+                raise Grown
             raise KeyboardInterrupt if killed == signal.SIGINT else SystemExit(128 + int(killed))
         value = self.done[self.hosts[0]]["value"]
         if self.grows and value["was_stopped"]:
@@ -230,7 +240,7 @@ class Generation:
                 self.failures.append((failure, event, host))
         elif event["say"] == "ended":
             self.done[host] = event
-        elif event["say"] == "stopped":
+        elif event["say"] in ("stopped", "joined"):  # an agent ends its workers before it joins again
             self.stopped.add(host)
         elif event["say"] in ("lost", "runner ended", "template ended") and host not in self.done:
             why = str(event.get("why", "its processes were killed"))
@@ -245,7 +255,9 @@ class Generation:
             wider = replace(self, number=self.number, hosts=larger)
             self.all.send([host], wider.order_to_prepare(host))
         elif event["say"] == "rejected":
-            self.all.say(str(error_from(event["error"], host=host.name)))
+            host.is_left_out = True
+            error = error_from(event["error"], host=host.name)
+            self.all.say(f"{error}\n  host {host.name} is left out until its agent joins again")
         elif event["say"] == "prepared" and not self.grows:
             self.grows = True
             self.all.say(f"host {host.name} is back: saving, to continue on {len(self.hosts) + 1} hosts")
@@ -300,12 +312,42 @@ class Generation:
     def _pass_on_signals(self) -> None:
         if self.signals:
             number = self.signals.pop(0)
-            self.grows = False
+            was_stopped, self.grows = self.grows, False
             if self.passed_on is not None:  # a second signal kills
                 self.stop_all(0.0)
                 raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
             self.passed_on, self.kill_at = number, time.monotonic() + self.job.grace_period + 5.0
-            self.all.send(self.hosts, {"do": "signal", "number": number})
+            if not was_stopped:  # workers that already save to let a host in would be killed by a second signal
+                self.all.send(self.hosts, {"do": "signal", "number": number})
         if self.kill_at is not None and time.monotonic() > self.kill_at and self.passed_on is not None:
             self.stop_all(0.0)
             raise KeyboardInterrupt if self.passed_on == signal.SIGINT else SystemExit(128 + self.passed_on)
+
+
+def check_shared_folder(generation: Generation) -> None:
+    """Let the first host write a file beside the checkpoints; raises if another one does not see it."""
+    lead, *others = generation.hosts
+    folder = generation.prepared[lead].get("saves_to")
+    if not others or not folder:
+        return
+    order = {"generation": generation.number, "token": f".shoal-{secrets.token_hex(16)}"}
+    written: dict[Member, Message] = {}
+    generation.all.send([lead], {**order, "do": "write token", "folder": folder})
+    generation.collect(written, "token written", of=[lead])
+    order["folder"] = written[lead]["folder"]
+    if not order["folder"]:
+        return
+    found: dict[Member, Message] = {}
+    try:
+        generation.all.send(others, {**order, "do": "find token"})
+        generation.collect(found, "token found", of=others)
+    finally:
+        generation.all.send([lead], {**order, "do": "remove token"})
+    blind = [host for host in others if not found[host]["is_found"]]
+    generation.rejected_by = next(iter(blind), None)
+    raise_if(_not_shared(lead, host, str(folder), str(found[host]["cwd"])) for host in blind)
+
+
+def _not_shared(lead: Member, host: Member, folder: str, cwd: str) -> Problem:
+    what = f"host {host.name} (in {cwd}) does not see what host {lead.name} writes to {folder!r}"
+    return Problem("N069", what, "--checkpoint.dir /shared/run, a directory that all hosts share, or a URL: s3://...")

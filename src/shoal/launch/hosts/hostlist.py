@@ -37,11 +37,19 @@ class HostSpec:
         return _is_this_host(self.bare_name)
 
     def is_called(self, name: str) -> bool:
-        """Whether an agent that gives this name is of this host; a domain may be missing on either side."""
+        """Whether an agent that gives this name may be of this host; a domain may be missing on either side."""
         if name in (self.name, self.bare_name):
             return True
-        are_names = not _is_address(name) and not _is_address(self.bare_name)
-        return are_names and name.partition(".")[0] == self.bare_name.partition(".")[0]
+        if _is_address(name) or _is_address(self.bare_name):
+            return False
+        return name.startswith(f"{self.bare_name}.") or self.bare_name.startswith(f"{name}.")
+
+
+def called(name: str, hosts: Sequence[HostSpec]) -> HostSpec | None:
+    """The host of an agent that gives this name: one with exactly this name, or the only one without a domain."""
+    exact = [host for host in hosts if name in (host.name, host.bare_name)]
+    found = exact or [host for host in hosts if host.is_called(name)]
+    return found[0] if len(found) == 1 else None
 
 
 def read_hosts(text: str, *, default_slots: int | None) -> list[HostSpec]:

@@ -16,13 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shoal.errors import Problem, ShoalError
-from shoal.launch.hosts.hostlist import HostSpec
+from shoal.launch.hosts.hostlist import HostSpec, called
 from shoal.launch.hosts.messages import BEAT, PROCESS_SILENCE, Channel, Ended, Message, Stranger, WrongKey
+from shoal.launch.hosts.output import Lines
 from shoal.launch.hosts.versions import MUST_AGREE, facts
 
 TURN = 0.1
 MOST_STRANGERS = 64
-"""Connections without a proof at one time; the oldest gives way. A true agent proves itself in milliseconds."""
+"""Connections without a proof at one time. The oldest one of the address that has most of them gives way."""
+MOST_GAP = 1.0
+"""Seconds between two looks at the clock; after more, this process was stopped, or slept."""
 MOST_LOGGED = 5
 """Rejections of one address for one reason that are printed."""
 
@@ -38,8 +41,10 @@ class Member:
     """None: it has not joined, or is lost."""
     lost_at: float = 0.0
     address: str = ""
-    partial: dict[int, str] = field(default_factory=dict)
-    """Output stream → the beginning of a line that has not ended yet."""
+    is_left_out: bool = False
+    """Whether it cannot run the job, so that the others continue without it until its agent joins again."""
+    lines: dict[int, Lines] = field(default_factory=lambda: {1: Lines(), 2: Lines()})
+    """Output stream → its lines."""
 
     @property
     def name(self) -> str:
@@ -74,7 +79,7 @@ class Members:
     """Address and reason → rejected connections."""
     _next_beat: float = 0.0
     _stalled: float = 0.0
-    _last_turn: float = field(default_factory=time.monotonic)
+    _last_look: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.members = [Member(spec) for spec in self.hosts]
@@ -85,6 +90,11 @@ class Members:
     def present(self) -> list[Member]:
         """The hosts whose agents are connected, in the order of --hosts."""
         return [member for member in self.members if member.is_here]
+
+    @property
+    def usable(self) -> list[Member]:
+        """The hosts that are present and can run the job."""
+        return [member for member in self.present if not member.is_left_out]
 
     def send(self, members: Sequence[Member], message: Message) -> None:
         """Send a message to some members; a connection that has ended is noticed by `turn`."""
@@ -100,6 +110,7 @@ class Members:
             for source, writes in self._sources():
                 selector.register(source, selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0))
             ready: set[object] = {key.fileobj for key, _ in selector.select(seconds)}
+        self._look_at_clock()
         events: list[Event] = []
         for member in self.present:
             events += self._read(member, is_ready=member.channel.socket in ready)  # type: ignore[union-attr]
@@ -126,11 +137,16 @@ class Members:
             assert member.channel is not None
             yield member.channel.socket, bool(member.channel.num_unsent)
 
-    def _beat(self) -> None:
+    def _look_at_clock(self) -> float:
+        """Note for how long this process did not run: about that time it knows nothing of the others."""
         now = time.monotonic()
-        if now - self._last_turn > 1.0:  # this process was stopped, or slept: it knows nothing about the others
-            self._stalled = now - self._last_turn
-        self._last_turn = now
+        if now - self._last_look > MOST_GAP:
+            self._stalled += now - self._last_look
+        self._last_look = now
+        return now
+
+    def _beat(self) -> None:
+        now = self._look_at_clock()
         if now >= self._next_beat:
             self._next_beat = now + BEAT
             self.send(self.present, {"do": "beat"})
@@ -147,6 +163,8 @@ class Members:
         for message in messages:
             if message.get("say") == "output":
                 self._show(member, int(message["stream"]), str(message["text"]))
+            elif message.get("say") in ("ended", "stopped"):
+                self._show_rest(member)
         return [(member, message) for message in messages if message.get("say") not in ("beat", "output")]
 
     def _silent(self) -> list[Event]:
@@ -158,6 +176,7 @@ class Members:
         """Forget the connection of a member."""
         if member.channel is not None:
             member.channel.close()
+        self._show_rest(member)
         member.channel, member.lost_at = None, time.monotonic()
         return member, {"say": "lost", "why": why}
 
@@ -167,9 +186,14 @@ class Members:
         if member is self.shows_plain:
             target.write(text)
         else:
-            *lines, member.partial[stream] = (member.partial.get(stream, "") + text).split("\n")
-            target.write("".join(f"[{member.name}] {line}\n" for line in lines))
+            target.write("".join(f"[{member.name}] {line}\n" for line in member.lines[stream].add(text)))
         target.flush()
+
+    def _show_rest(self, member: Member) -> None:
+        """Print the lines that a host has not ended."""
+        for stream, lines in member.lines.items():
+            for line in lines.flush():
+                print(f"[{member.name}] {line}", file=sys.stdout if stream == 1 else sys.stderr, flush=True)
 
     # ---- strangers -------------------------------------------------------------------------------------------------
 
@@ -186,7 +210,12 @@ class Members:
                 except Ended as error:
                     self._reject(stranger, str(error))
                 if len(self._strangers) > MOST_STRANGERS:
-                    self._reject(self._strangers[0], "too many connections prove nothing")
+                    self._reject(self._most_crowded(), "too many connections prove nothing")
+
+    def _most_crowded(self) -> Stranger:
+        """The oldest stranger of the address that has most of them; other addresses do not suffer from a flood."""
+        ((address, _),) = Counter(stranger.address for stranger in self._strangers).most_common(1)
+        return next(stranger for stranger in self._strangers if stranger.address == address)
 
     def _read_strangers(self, ready: set[object]) -> None:
         now = time.monotonic()
@@ -234,20 +263,26 @@ class Members:
 
     def _admit(self, channel: Channel, address: str, hello: Message) -> list[Event]:
         name = str(hello.get("name"))
-        member = next((each for each in self.members if each.spec.is_called(name)), None)
+        found = called(name, self.hosts)
+        member = next((each for each in self.members if each.spec is found), None)
         if member is None:
             names = ", ".join(each.name for each in self.members)
             why = f"an agent on {address} calls itself {name[:80]!r}, but --hosts has {names}"
             return self._send_away(channel, why)
-        if member.is_here:
-            return self._send_away(channel, f"a second agent of host {member.name} on {address}")
         if (problem := _other_version(member, hello)) is not None:
             self._send_away(channel, problem.what)
             if not self.has_begun:
                 raise ShoalError(problem)
             return []
-        member.channel, member.address = channel, address
-        return [(member, {**hello, "say": "joined"})]
+        events = [self._replace(member, address)] if member.is_here else []
+        member.channel, member.address, member.is_left_out = channel, address, False
+        return [*events, (member, {**hello, "say": "joined"})]
+
+    def _replace(self, member: Member, address: str) -> Event:
+        """Lose the connection of a member whose agent has connected again, before the end of the old one was seen."""
+        self.say(f"a new agent of host {member.name} on {address} takes the place of the one on {member.address}")
+        self.send([member], {"do": "leave"})  # else two agents would take each other's place for ever
+        return self.lose(member, f"another agent of it has joined from {address}")
 
     def _send_away(self, channel: Channel, why: str) -> list[Event]:
         self.say(f"{why}: it was sent away")

@@ -27,6 +27,8 @@ from shoal.comm.rendezvous.mac import TAG, mac
 
 MAGIC = b"shoal agents 1\n"
 NONCE = 32
+REJECTED = bytes(TAG)
+"""Sent in place of [3] to a peer with another key, so that a connection that only breaks does not look like one."""
 CHALLENGE = len(MAGIC) + NONCE
 PROOF = NONCE + TAG
 MOST = 2**20
@@ -40,6 +42,9 @@ SILENCE = 3.0
 """Seconds in which the other host acknowledges no packet, after which it is lost."""
 PROCESS_SILENCE = 30.0
 """Seconds without a message of a process whose host acknowledges packets: it is stopped, or gets no processor."""
+
+MOST_PROBES = 3
+"""Probes without an answer after which a host with a closed window is not taken for a living one."""
 
 Message = dict[str, Any]
 
@@ -62,7 +67,11 @@ class Channel:
     last_read: float = field(default_factory=time.monotonic)
     """When the peer was heard last."""
     last_acked: float = field(default_factory=time.monotonic)
-    """When its host had last acknowledged all that was sent."""
+    """When its host had last acknowledged something, or all that was sent."""
+    _num_written: int = 0
+    """Bytes that were given to the kernel."""
+    _num_acked: int = 0
+    """Bytes that the other host has acknowledged."""
     _sent: int = 0
     _read: int = 0
     _outgoing: bytearray = field(default_factory=bytearray)
@@ -86,10 +95,14 @@ class Channel:
         is not taken for a lost one, and a lost one is noticed long before TCP gives up.
         """
         now = time.monotonic()
-        self.last_read += stalled
-        self.last_acked += stalled
-        if not self._unacknowledged:
+        self.last_read = min(now, self.last_read + stalled)
+        self.last_acked = min(now, self.last_acked + stalled)
+        unacknowledged = self._unacknowledged
+        num_acked, self._num_acked = self._num_acked, self._num_written - unacknowledged
+        if not unacknowledged or self._num_acked > num_acked:
             self.last_acked = now
+        else:
+            self.last_acked = max(self.last_acked, now - _seconds_without_answer(self.socket))
         if now - self.last_acked > SILENCE:
             return f"its host has not answered for {SILENCE:g} s"
         if now - self.last_read > patience:
@@ -111,7 +124,9 @@ class Channel:
         """Send what the connection takes now."""
         try:
             while self._outgoing:
-                del self._outgoing[: self.socket.send(self._outgoing)]
+                written = self.socket.send(self._outgoing)
+                self._num_written += written
+                del self._outgoing[:written]
         except BlockingIOError:
             pass
         except OSError as error:
@@ -186,6 +201,8 @@ class Stranger:
             return None
         nonce, tag = bytes(self._proof[:NONCE]), bytes(self._proof[NONCE:])
         if not hmac.compare_digest(tag, mac(self.key, "agent", self.challenge, nonce)):
+            with contextlib.suppress(Ended):
+                self._send(REJECTED)
             raise WrongKey("it does not hold the key of this run")
         self._send(mac(self.key, "coordinator", self.challenge, nonce))  # [3]
         ours, theirs = _session_keys(self.key, self.challenge, nonce)
@@ -207,12 +224,11 @@ def prove(connection: socket.socket, key: bytes) -> Channel:
             raise Ended("no coordinator of this version of shoal answers there")
         challenge, nonce = greeting[len(MAGIC) :], secrets.token_bytes(NONCE)
         connection.sendall(nonce + mac(key, "agent", challenge, nonce))
-        try:
-            answer = _exactly(connection, TAG)
-        except Ended:
-            raise WrongKey("the coordinator rejected the key") from None
+        answer = _exactly(connection, TAG)
     except OSError as error:
         raise Ended(str(error)) from None
+    if answer == REJECTED:
+        raise WrongKey("the coordinator rejected the key")
     if not hmac.compare_digest(answer, mac(key, "coordinator", challenge, nonce)):
         raise WrongKey("a process with another key answers there")
     connection.setblocking(False)
@@ -224,6 +240,20 @@ def _session_keys(key: bytes, challenge: bytes, nonce: bytes) -> tuple[bytes, by
     """The keys for messages of the coordinator, and of the agent."""
     session = mac(key, "agent session", challenge, nonce)
     return mac(session, "coordinator"), mac(session, "agent")
+
+
+def _seconds_without_answer(connection: socket.socket) -> float:
+    """Seconds since the other host has answered with any packet; 0 while it says that its process reads nothing.
+
+    A host whose process does not read closes its window. Then nothing is under way, and the kernel sends
+    probes, at growing intervals, to find out whether it has opened.
+    """
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64)
+    except OSError:  # a socket of another kind
+        return float("inf")
+    probes, under_way, last_answer = info[3], *(struct.unpack_from("I", info, offset)[0] for offset in (24, 56))
+    return 0.0 if not under_way and probes < MOST_PROBES else last_answer / 1000
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict, replace
 from typing import Any
@@ -11,6 +12,8 @@ from shoal.launch.failure import Failure
 
 MOST_TEXT = 20_000
 """Characters of a text in a report; of a longer traceback the end is kept."""
+MOST_REPORT = 2**17
+"""Bytes of a report. A packet of a Unix socket has at most 208 KiB, unless a host is configured otherwise."""
 
 
 def plain_error(error: ShoalError) -> dict[str, Any]:
@@ -34,6 +37,26 @@ def error_from(report: dict[str, Any], *, host: str = "") -> ShoalError:
     failed = RunFailed(*problems, title=str(report["title"]))
     failed.may_pass = bool(report["may_pass"])
     return failed
+
+
+def encoded(message: dict[str, Any]) -> bytes:
+    """A report as one packet. The texts of one that is too long are cut in the middle; all problems stay."""
+    data = json.dumps(message).encode()
+    for most in (4000, 1000, 200):
+        if len(data) <= MOST_REPORT:
+            break
+        about = {name: _cut(message[name], most) for name in ("failure", "error") if name in message}
+        data = json.dumps({**message, **about}).encode()
+    return data
+
+
+def _cut(value: Any, most: int) -> Any:
+    """A value whose texts have at most so many characters."""
+    if isinstance(value, str) and len(value) > most:
+        return f"{value[: most // 2]} [...] {value[-most // 2 :]}"
+    if isinstance(value, dict):
+        return {name: _cut(each, most) for name, each in value.items()}
+    return [_cut(each, most) for each in value] if isinstance(value, list) else value
 
 
 def plain_failure(failure: Failure, *, first_rank: int) -> dict[str, Any]:

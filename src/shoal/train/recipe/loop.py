@@ -20,6 +20,7 @@ from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.config.recipe import Recipe
 from shoal.data.loader import Loader, evaluation_batches
+from shoal.errors import ShoalError
 from shoal.numerics.lr_schedule import lr_factor, scaled_lr
 from shoal.numerics.optim.build import set_lr
 from shoal.numerics.precision import slow_here
@@ -54,6 +55,8 @@ class RunInvocation:
     """How often the workers of this run were restarted."""
     memory_root: Path | None = None
     """A folder in shared memory that outlives the workers."""
+    saved_before: int = 0
+    """The newest step that workers of this run have saved on any host. A start at step 0 would lose it."""
     command: str = ""
     """Identifies the command on all of its hosts and through its restarts; empty: it is not known."""
 
@@ -124,7 +127,7 @@ def _storage(run: Run, job: Job, invocation: RunInvocation, line: ProgressLine) 
     if not invocation.save:
         load_first_weights(run, job, line)
         return NoStorage()
-    return open_storage(
+    storage = open_storage(
         run,
         job,
         line,
@@ -133,6 +136,14 @@ def _storage(run: Run, job: Job, invocation: RunInvocation, line: ProgressLine) 
         memory_root=invocation.memory_root,
         command=invocation.command,
     )
+    if storage.manifest is None and invocation.saved_before:
+        storage.close()
+        raise ShoalError(
+            f"the hosts that are left find no checkpoint, but step {invocation.saved_before} of this run was saved",
+            fix="--checkpoint.dir /shared/run, a directory that all hosts share",
+            code="N069",
+        )
+    return storage
 
 
 def _train_and_evaluate(

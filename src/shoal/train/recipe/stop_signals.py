@@ -19,6 +19,7 @@ class StopRequest:
         self.is_first_step = False
         """Whether the first step is running. It may compile for a minute, so a signal is acknowledged at once."""
         self._line = line
+        self._is_of_terminal = False
         self._is_requested = self._is_acknowledged = False
 
     def __bool__(self) -> bool:
@@ -28,6 +29,7 @@ class StopRequest:
         """Handle a signal. A second Ctrl-C ends the process at once."""
         if self._is_requested and number == signal.SIGINT:
             raise KeyboardInterrupt
+        self._is_of_terminal |= number == signal.SIGINT
         self._is_requested = True
         if self.is_first_step:
             self.acknowledge()
@@ -36,7 +38,9 @@ class StopRequest:
         """Report a received signal, once."""
         if self._is_requested and not self._is_acknowledged:
             self._is_acknowledged = True
-            self._line.say("stopping after the next step; press Ctrl-C again to end at once")
+            # SIGTERM also comes from the launcher of several hosts, where a host is lost or back.
+            hint = "; press Ctrl-C again to end at once" if self._is_of_terminal else ""
+            self._line.say(f"stopping after the next step{hint}")
 
 
 @contextmanager

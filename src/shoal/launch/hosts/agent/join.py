@@ -15,13 +15,13 @@ from shoal.comm.rendezvous.key import Key
 from shoal.errors import ShoalError
 from shoal.launch.hosts.agent.loop import Agent, Silent
 from shoal.launch.hosts.agent.template import Prepare
+from shoal.launch.hosts.lifetime import STOP_SIGNALS
 from shoal.launch.hosts.messages import Channel, Ended, WrongKey, prove
 from shoal.launch.hosts.versions import facts
 
 SECONDS_TO_CONNECT = 6.0
 SECONDS_TO_REJOIN = 600.0
 """Seconds in which an agent without workers tries to reach its coordinator again."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def run_agent(address: tuple[str, int], key: Key, name: str, prepare: Prepare) -> int:
@@ -33,7 +33,7 @@ def run_agent(address: tuple[str, int], key: Key, name: str, prepare: Prepare) -
             raise SystemExit(128 + number)
         agent.signals.append(number)
 
-    for number in _SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, enqueue)
     try:
         channel = join(address, key, name)
@@ -54,30 +54,32 @@ def join(address: tuple[str, int], key: Key, name: str, seconds: float = SECONDS
     deadline = time.monotonic() + seconds
     while True:
         try:
-            connection = socket.create_connection(address, timeout=max(1.0, deadline - time.monotonic()))
-            break
-        except OSError as error:
+            channel = _authenticated(address, key, timeout=max(1.0, deadline - time.monotonic()))
+            channel.send({"say": "hello", "name": name, **facts()})
+            return channel
+        except WrongKey as error:
+            raise ShoalError(
+                f"the coordinator at {_shown(address)} and this host hold different keys: {error};"
+                f" this host has the key of {key.source}",
+                fix="the same SHOAL_KEY here and at the coordinator; or copy its ~/.config/shoal/key to this host",
+                code="N052",
+            ) from None
+        except (OSError, Ended) as error:
             # A coordinator that has just been started, or that is flooded with connections, is tried again.
             if time.monotonic() + 0.3 > deadline or isinstance(error, socket.gaierror):
                 raise _unreachable(address, error, name) from None
             time.sleep(0.2)
-    connection.settimeout(SECONDS_TO_CONNECT)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _authenticated(address: tuple[str, int], key: Key, timeout: float) -> Channel:
+    connection = socket.create_connection(address, timeout=timeout)
     try:
-        channel = prove(connection, key.secret)
-    except WrongKey as error:
+        connection.settimeout(SECONDS_TO_CONNECT)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return prove(connection, key.secret)
+    except BaseException:
         connection.close()
-        raise ShoalError(
-            f"the coordinator at {_shown(address)} and this host hold different keys: {error};"
-            f" this host has the key of {key.source}",
-            fix="the same SHOAL_KEY here and at the coordinator; or copy its ~/.config/shoal/key to this host",
-            code="N052",
-        ) from None
-    except Ended as error:
-        connection.close()
-        raise _unreachable(address, error, name) from None
-    channel.send({"say": "hello", "name": name, **facts()})
-    return channel
+        raise
 
 
 def _rejoin(address: tuple[str, int], key: Key, name: str) -> Channel:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from shoal.launch.hosts.agent import token_file
 from shoal.launch.hosts.agent.probe import Probe
 from shoal.launch.hosts.agent.template import Prepare, serve_orders
 from shoal.launch.hosts.lifetime import forked
@@ -129,6 +130,8 @@ class Agent:
             self.probe.close()
             self._end_runner()
             self._to_template(order)
+        elif kind in token_file.ORDERS:
+            self._to_template(order)
         elif kind == "start":
             self.runner = Runner(int(order["generation"]))
             self._to_template(order)
@@ -143,7 +146,8 @@ class Agent:
         if self.link is None:
             self._start_template()
         assert self.link is not None
-        self.link.send(json.dumps(order).encode())
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_hear_template` reports that it has ended
+            self.link.send(json.dumps(order).encode())
 
     def _start_template(self) -> None:
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -177,6 +181,9 @@ class Agent:
         if report["say"] == "started":
             self._note_start(report)
             return
+        if report["say"] == "saved":
+            self.channel.send(report)
+            return
         if self.runner is not None and report["generation"] == self.runner.generation:
             self.runner.has_reported = True
         for output in list(self.outputs):  # printed before the report was made
@@ -194,17 +201,21 @@ class Agent:
         self.link = None
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.template, 0)
+        if self.runner is not None and not self.runner.pid:  # it will not be started
+            self._forget_runner()
         self.channel.send({"say": "template ended"})
 
     def _note_start(self, report: Message) -> None:
-        assert self.runner is not None
         pid = int(report["pid"])
-        if report["generation"] == self.runner.generation:
-            self.runner.pid = pid
+        if self.runner is None or report["generation"] != self.runner.generation:  # nothing would ever end it
             with contextlib.suppress(ProcessLookupError):
-                self.runner.handle = os.pidfd_open(pid)
-            if self.runner.kill_at is not None:  # stopped before it was started
-                self.signal_runner(signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
+            return
+        self.runner.pid = pid
+        with contextlib.suppress(ProcessLookupError):
+            self.runner.handle = os.pidfd_open(pid)
+        if self.runner.kill_at is not None:  # stopped before it was started
+            self.signal_runner(signal.SIGKILL)
 
     def _relay(self, output: int) -> None:
         """Send what template and workers have printed."""
@@ -225,7 +236,9 @@ class Agent:
     # ---- the runner ------------------------------------------------------------------------------------------------
 
     def signal_runner(self, number: int) -> None:
-        """Pass a signal to the runner, which passes it to the workers."""
+        """Pass a signal to the runner, which passes it to the workers. They save at SIGHUP as at SIGTERM, but a host on
+        which `nohup` has started the agent has no handler for it."""
+        number = signal.SIGTERM if number == signal.SIGHUP else number
         if self.runner is not None and self.runner.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.runner.pid, number)
@@ -255,9 +268,11 @@ class Agent:
             self.channel.send({"say": "stopped", "generation": runner.generation})
 
     def _end_runner(self) -> None:
-        """Kill the workers now."""
+        """Kill the workers now. If their start was ordered, but is not reported yet, the template ends with them."""
         if self.runner is not None:
             self.signal_runner(signal.SIGKILL)
+            if not self.runner.pid:
+                self._end_template()
             self._forget_runner()
 
     def _forget_runner(self) -> None:
@@ -268,6 +283,10 @@ class Agent:
     def close(self) -> None:
         """End the workers and the template, and wait until they have ended."""
         self._end_runner()
+        self._end_template()
+
+    def _end_template(self) -> None:
+        """Kill the template, and with it the workers that it has started."""
         if self.link is not None:
             self.link.close()
             self.link = None

@@ -74,7 +74,10 @@ class HostGroup(WorkerGroup):
     """The workers of one host. It reports the cause of a failure at once."""
 
     report: Callable[[Failure], None]
+    report_saved: Callable[[int], None]
     has_reported: bool = False
+    newest: int = -1
+    """The newest saved step that was reported. If this host is lost, the coordinator knows of it."""
 
     def _decide_cause(self, *, since: float) -> None:
         WorkerGroup._decide_cause(self, since=since)
@@ -82,7 +85,16 @@ class HostGroup(WorkerGroup):
 
     def _check_running(self) -> None:
         self._report_cause()
+        saved = _saved_step(self.directory)
+        if saved is not None and saved > self.newest:
+            self.newest = saved
+            self.report_saved(saved)
         WorkerGroup._check_running(self)
+
+    def _report_killed(self) -> None:
+        """Report workers that did not stop in time; those that a failure has ended had `GRACE` seconds only."""
+        if self.cause is None:
+            WorkerGroup._report_killed(self)
 
     def _report_cause(self) -> None:
         if self.cause is not None and not self.has_reported:
@@ -97,8 +109,16 @@ def run_workers(place: HostPlace, work: Work, send: Callable[[Message], None]) -
         def report(failure: Failure) -> None:
             send({"say": "failed", "generation": place.generation, **_report(failure, place, directory)})
 
+        def report_saved(step: int) -> None:
+            send({"say": "saved", "generation": place.generation, "saved_step": step})
+
         group = HostGroup(
-            directory=directory, grace=GRACE, grace_period=work.grace_period, timeout=work.timeout, report=report
+            directory=directory,
+            grace=GRACE,
+            grace_period=work.grace_period,
+            timeout=work.timeout,
+            report=report,
+            report_saved=report_saved,
         )
         try:
             with group.receiving_signals():

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.comm.rendezvous.mac import mac
 from shoal.errors import RunFailed, ShoalError
+from shoal.launch.hosts.agent import token_file
 from shoal.launch.hosts.lifetime import forked
 from shoal.launch.hosts.messages import MOST, Message
-from shoal.launch.hosts.reports import plain_error
+from shoal.launch.hosts.reports import encoded, plain_error
 
 if TYPE_CHECKING:
     from shoal.launch.hosts.agent.runner import Work
@@ -41,6 +42,8 @@ def serve_orders(link: socket.socket, prepare: Prepare, key: bytes) -> int:
         if order["do"] == "prepare":
             answer, make_work = _prepared(order, prepare)
             _send(link, answer)
+        elif order["do"] in token_file.ORDERS:
+            _send(link, {"generation": order["generation"], **token_file.handle(order)})
         else:
             assert make_work is not None
             pid = forked(partial(_run, order, make_work(order), key, link))
@@ -76,7 +79,7 @@ def _run(order: Message, work: Work, key: bytes, link: socket.socket) -> int:
 
 def _send(link: socket.socket, message: dict[str, Any]) -> None:
     """Send one packet. Packets of template and runner arrive whole, and never mixed."""
-    link.send(json.dumps(message).encode())
+    link.send(encoded(message))
 
 
 def _reap() -> None:

@@ -1,0 +1,123 @@
+"""The agent of one host with a template that a test plays: no process outlives the coordinator that ordered it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import Problem, RunFailed
+from shoal.launch.failure import Failure
+from shoal.launch.hosts.agent.loop import Agent
+from shoal.launch.hosts.agent.runner import HostGroup
+from shoal.launch.hosts.lifetime import STOP_SIGNALS
+from shoal.launch.hosts.messages import Channel
+from shoal.launch.hosts.reports import MOST_REPORT, encoded, error_from, plain_error
+from shoal.launch.worker import PASSED_ON, saved_path
+
+KEY = b"k" * 32
+
+
+@pytest.fixture
+def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two processes that end only by a signal: a template and a runner."""
+    started = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    yield started
+    for each in started:
+        each.kill()
+        each.wait()
+
+
+@pytest.fixture
+def played(sleepers: list[subprocess.Popen[bytes]]) -> Iterator[tuple[Agent, socket.socket, Channel]]:
+    """An agent, the end of its template's link, and the coordinator's channel."""
+    near, far = socket.socketpair()
+    link, template = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent = Agent(KEY, prepare=lambda order: pytest.fail("nothing to prepare"))
+    for each in (near, far):
+        each.setblocking(False)
+    agent.channel, agent.link, agent.template = Channel(near, KEY, KEY), link, sleepers[0].pid
+    yield agent, template, Channel(far, KEY, KEY)
+    agent.close()
+    for end in (near, far, link, template):
+        end.close()
+
+
+def say(template: socket.socket, agent: Agent, **report: Any) -> None:
+    template.send(json.dumps({"generation": 1, **report}).encode())
+    agent._hear_template()
+
+
+def test_a_coordinator_that_is_lost_before_the_start_is_reported(
+    played: tuple[Agent, socket.socket, Channel], sleepers: list[subprocess.Popen[bytes]]
+) -> None:
+    agent, _, _ = played
+    agent._obey({"do": "start", "generation": 1})
+    agent.lose_coordinator()
+    assert agent.link is None
+    assert agent.runner is None
+    assert sleepers[0].poll() is not None  # reaped; its death ends the runner that it may have forked
+
+
+@pytest.mark.parametrize("current", [None, 2])
+def test_a_runner_that_starts_too_late_is_killed(
+    played: tuple[Agent, socket.socket, Channel], sleepers: list[subprocess.Popen[bytes]], current: int | None
+) -> None:
+    agent, template, _ = played
+    if current is not None:
+        agent._obey({"do": "start", "generation": current})
+    say(template, agent, say="started", pid=sleepers[1].pid)
+    assert sleepers[1].wait(5) == -signal.SIGKILL
+
+
+def test_an_agent_passes_a_hang_up_on_as_a_stop(
+    played: tuple[Agent, socket.socket, Channel], sleepers: list[subprocess.Popen[bytes]]
+) -> None:
+    agent, template, coordinator = played
+    agent._obey({"do": "start", "generation": 1})
+    say(template, agent, say="started", pid=sleepers[1].pid)
+    say(template, agent, say="saved", saved_step=3)
+    assert coordinator.read() == [{"say": "saved", "generation": 1, "saved_step": 3}]
+    assert agent.runner is not None
+    assert not agent.runner.has_reported  # else its sudden end would not be reported
+    agent._obey({"do": "signal", "number": int(signal.SIGHUP)})
+    assert sleepers[1].wait(5) == -signal.SIGTERM
+    assert STOP_SIGNALS == PASSED_ON
+
+
+def test_workers_report_each_saved_step_and_no_limit_that_did_not_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved: list[int] = []
+    group = HostGroup(
+        directory=tmp_path, grace=1.0, grace_period=30.0, report=lambda failure: None, report_saved=saved.append
+    )
+    for step in (1, 1, 4):
+        saved_path(tmp_path).write_text(str(step))
+        group._check_running()
+    assert saved == [1, 4]
+    group.passed_on, group.running = signal.SIGTERM, {object(): 0}
+    group.cause = Failure(code="N022", rank=0, at=0.0, what="x")
+    group._report_killed()
+    assert capsys.readouterr().err == ""
+    group.cause = None
+    group._report_killed()
+    assert "did not stop within 30 s of SIGTERM" in capsys.readouterr().err
+
+
+def test_a_long_report_is_shortened_to_one_packet() -> None:
+    problems = [Problem("N022", f"{number} failed: " + "ü\n" * 10_000, "a fix") for number in range(50)]
+    report = {"say": "rejected", "error": plain_error(RunFailed(*problems))}
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far:
+        near.send(encoded(report))
+        found = json.loads(far.recv(2**20))
+    assert len(encoded(report)) <= MOST_REPORT
+    assert str(error_from(found["error"]).problems[0].what).startswith("0 failed: ü")
+    assert encoded({"say": "ended", "value": "x"}) == b'{"say": "ended", "value": "x"}'
