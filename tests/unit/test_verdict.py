@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,14 +13,18 @@ from shoal.comm.heartbeat.arrivals import Arrivals
 from shoal.comm.heartbeat.board import HeartbeatBoard
 from shoal.comm.heartbeat.recorder import Ticket
 from shoal.launch import cgroup
+from shoal.launch.failure import Failure
 from shoal.launch.watch.reading import ProcessState, Reading
 from shoal.launch.watch.report import problem_of
 from shoal.launch.watch.stacks import excerpt, is_debugged, main_frames, outliers
 from shoal.launch.watch.thresholds import Thresholds
 from shoal.launch.watch.verdict import call_of_waiting, find_mismatch, verdict
+from shoal.launch.watch.watcher import Watcher
 
 LIMITS = Thresholds(600.0)
 GROUPS = {"0": ("world", (0, 1, 2, 3)), "1": ("dp", (0, 1, 2, 3)), "2": ("tp", (0, 1)), "3": ("tp", (2, 3))}
+HOST = {"1": ("dp", (0, 1)), "4": ("pp", (1, 3))}
+"""Groups of two ranks, one of which talks to rank 3 of another host."""
 RUNS = ProcessState()
 
 
@@ -79,6 +85,11 @@ IN_TP = {"1": (118, 118), "3": (43, 42)}
         ("all have entered", dict.fromkeys(range(4), waits(still=31.0)), RUNS, ("network", 0, 118, True)),
         ("waits for another host", {2: waits(counters={"1": (118, 117), "3": (42, 42)}),
                                     3: waits(counters={"1": (118, 118), "3": (43, 42)})}, RUNS, None),
+        ("all have entered, one may wait for another host", {
+            0: waits(still=31.0, groups=HOST), 1: waits(still=31.0, counters={"1": (118, 117), "4": (3, 2)}, groups=HOST)
+        }, RUNS, None),
+        ("behind, and may wait for any rank",
+         {**WAITING, 2: behind(counters={"1": (117, 117), "1:-1>2": (3, 2)})}, RUNS, None),
         ("unknown", {**WAITING, 2: behind(still=99.0, phase="unknown", counters={})}, RUNS, None),
         ("on another host", {0: waits(still=99.0), 1: waits(still=99.0)}, RUNS, None),
     ],
@@ -213,6 +224,49 @@ def test_the_stack_that_differs_from_most() -> None:
     other = FAULTHANDLER.replace("line 3 in read", "line 8 in reduce")
     assert outliers({0: other, 1: other, 2: FAULTHANDLER}) == [2]
     assert outliers({0: other, 1: FAULTHANDLER}) == []
+
+
+# ---- the watcher ----------------------------------------------------------------------------------------------------
+
+
+def watcher_of(tmp_path: Path, beats: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, **place: int) -> Watcher:
+    """A watcher whose ranks have written these beats, and nothing since; their stacks cannot be read."""
+    found = Watcher.start(tmp_path, len(beats), timeout=600.0, turn=100.0, **place)
+    assert found is not None
+    monkeypatch.setattr("shoal.launch.watch.watcher.stack_of", lambda *args, **options: "")
+    for index, beat in enumerate(beats):
+        found.board.write(index, beat)
+    return found
+
+
+def beat_of(entered: int, completed: int, **others: Any) -> dict[str, Any]:
+    """A beat of a rank in group 1, which ranks 2 and 3 are in."""
+    state = {"counters": {"1": (entered, completed)}, "phase": "step", "step": 9, "tickets": [], "beat": 1.0}
+    return {**state, "median": 0.01, "groups": {"1": ("dp", (2, 3))}, **others}
+
+
+def look_later(watcher: Watcher, seconds: float) -> Failure | None:
+    """Look twice, some seconds apart on the watcher's clock. All hearts beat, and nothing else moves."""
+    pids = dict.fromkeys(range(watcher.board.size), os.getpid())
+    watcher.look(pids)
+    for index in pids:
+        beat = watcher.board.read(index)
+        assert beat is not None
+        watcher.board.write(index, {**beat, "beat": beat["beat"] + 1})
+    watcher._last_look -= seconds
+    return watcher.look(pids)
+
+
+def test_ranks_of_a_second_host_are_named_among_those_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
+    assert look_later(watcher, 4.0) is None
+    assert "rank 3 of 4 never entered collective #7 of dp; rank 2 has waited" in capfd.readouterr().err
+    failure = look_later(watcher, 30.0)
+    assert failure is not None
+    assert failure.rank == 1  # on this host
+    assert failure.what.startswith("never entered")
 
 
 # ---- shared memory and control groups -------------------------------------------------------------------------------

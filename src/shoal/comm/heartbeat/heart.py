@@ -50,7 +50,7 @@ class Heart:
         self.arrivals = Arrivals()
         self._sample = 0
         self.phase, self.step, self.steps_here = "start", 0, 0
-        self.rank, self.num_ranks = index, board.size
+        self.rank = index
         """This rank among those of all hosts, once it has joined them."""
         self.exchanges: Any = None
         """The board on which ranks exchange numbers without a message, if there is one; its waits are counted too."""
@@ -104,7 +104,7 @@ class Heart:
                 self._newest = _newest(self._tickets)
             written = {**state, "counters": recorder.exact(counted, self._tickets)}
             written |= {"tickets": self._newest, "groups": self._groups(counted)}
-            written |= {**self._who(), "beat": time.monotonic(), "median": self._median()}
+            written |= {"beat": time.monotonic(), "median": self._median()}
             if not self.board.write(self.index, written):
                 self.board.write(self.index, {**written, "groups": {}, "tickets": self._newest[-4:]})
 
@@ -154,7 +154,13 @@ class Heart:
             samples = {rank: {(group, n): ns for group, n, ns in each["arrived"]} for rank, each in same.items()}
             self.arrivals.add(samples, step_seconds=self._median())
         self._sample = int(time.monotonic() / SAMPLE_EVERY)
-        self.samples.write(self.index, {"number": self._sample, "arrived": sample_of(recorder.tickets())})
+        self.samples.write(self.index, {"number": self._sample, "arrived": sample_of(self._local(recorder.tickets()))})
+
+    def _local(self, tickets: list[recorder.Ticket]) -> list[recorder.Ticket]:
+        """Those of groups whose ranks are all on this host: of others, the last to arrive may be elsewhere."""
+        first = self.rank - self.index
+        here = range(first, first + self.board.size)
+        return [each for each in tickets if all(rank in here for rank in self._known.get(each.group, ("", (-1,)))[1])]
 
     def _run(self) -> None:
         # At multiples of the period, so that all ranks sample at the same time.
@@ -170,10 +176,7 @@ class Heart:
         """Show that this rank lives, and nothing else: then it is never blamed for what it has not entered."""
         with suppress(Exception):
             state = {"counters": {}, "phase": "unknown", "step": self.step, "tickets": [], "groups": {}}
-            self.board.write(self.index, {**state, **self._who(), "beat": time.monotonic(), "median": self._median()})
-
-    def _who(self) -> dict[str, int]:
-        return {"rank": self.rank, "num_ranks": self.num_ranks}
+            self.board.write(self.index, {**state, "beat": time.monotonic(), "median": self._median()})
 
 
 def _newest(tickets: list[recorder.Ticket]) -> list[dict[str, Any]]:

@@ -30,6 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from shoal.comm.heartbeat.messages import ANY_SOURCE
 from shoal.comm.heartbeat.recorder import Ticket
 from shoal.launch.watch.reading import ProcessState, Reading
 from shoal.launch.watch.thresholds import Thresholds
@@ -138,7 +139,8 @@ class _Known:
         """
         late = {late for _, late, _ in edges}
         awake = [rank for rank in late if not self._state(rank).wchan.startswith("futex")]
-        return awake if len(awake) == 1 and len(late) > 1 else []
+        is_one = len(awake) == 1 and len(late) > 1
+        return awake if is_one and not self._may_wait_elsewhere(awake[0]) else []
 
     def _state(self, rank: int) -> ProcessState:
         return self.states.get(rank, ProcessState())
@@ -189,6 +191,8 @@ class _Known:
         members = {rank for rank, _ in stuck}
         if not stuck or members != set(self.readings) or not self._is_late(members):
             return None
+        if any(map(self._may_wait_elsewhere, members)):  # then this call may wait for that one
+            return None
         rank, channel = stuck[0]
         waited = self._still(self.readings)
         phase = self.readings[rank].phase
@@ -198,9 +202,10 @@ class _Known:
         return Verdict(kind="network", rank=rank, call=call, waited=waited, waiting=waiting, is_final=is_final)
 
     def _is_seen(self, channel: str) -> bool:
-        """Whether all ranks of a channel are watched: none has ended, or is on another host."""
+        """Whether all ranks of a channel are watched: none has ended, is on another host, or may be any rank."""
         ranks = self._ranks(channel)
-        return bool(ranks) and all(rank in self.readings for rank in ranks)
+        is_any = f":{ANY_SOURCE}>" in channel
+        return bool(ranks) and not is_any and all(rank in self.readings for rank in ranks)
 
     def _is_late(self, ranks: Iterable[int]) -> bool:
         limit = max(self.thresholds.named(self.readings[rank].phase, self._median()) for rank in ranks)

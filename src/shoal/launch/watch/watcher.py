@@ -43,7 +43,10 @@ class Watcher:
 
     directory: Path
     board: HeartbeatBoard
+    first_rank: int
+    """The rank, among those of all hosts, of the first worker of this one."""
     num_ranks: int
+    """Of all hosts."""
     thresholds: Thresholds
     turn: float
     clock: float = 0.0
@@ -51,14 +54,16 @@ class Watcher:
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _named: tuple[Any, ...] = ()
     """The last verdict that was reported without ending the rank."""
-    _indices: dict[int, int] = field(default_factory=dict)
-    """Rank among those of all hosts → number on this host."""
 
     @classmethod
-    def start(cls, directory: Path, num_ranks: int, *, timeout: float, turn: float) -> Watcher | None:
-        """Create the board of heartbeats; None if there is no room for it."""
-        board = HeartbeatBoard.create(heartbeat_path(directory), num_ranks)
-        return None if board is None else cls(directory, board, num_ranks, Thresholds(timeout), turn)
+    def start(
+        cls, directory: Path, num_local: int, *, timeout: float, turn: float, first_rank: int = 0, num_ranks: int = 0
+    ) -> Watcher | None:
+        """Create the board of heartbeats; None if there is no room for it. `num_ranks` 0: there is one host."""
+        board = HeartbeatBoard.create(heartbeat_path(directory), num_local)
+        if board is None:
+            return None
+        return cls(directory, board, first_rank, num_ranks or num_local, Thresholds(timeout), turn)
 
     def look(self, pids: Mapping[int, int]) -> Failure | None:
         """Look at all running workers, by their number on this host; return the failure of one that is to be ended."""
@@ -68,13 +73,12 @@ class Watcher:
         beats = {index: beat for index in pids if (beat := self.board.read(index)) is not None}
         if len(beats) < len(pids):  # a worker has not started to beat
             return None
-        self._indices = {beat["rank"]: index for index, beat in beats.items()}
         readings, states = {}, {}
-        for rank, index in self._indices.items():
-            states[rank], readings[rank] = self._look_at(index, pids[index], beats[index])
-            self.num_ranks = beats[index]["num_ranks"]
+        for index, beat in beats.items():
+            rank = self.first_rank + index
+            states[rank], readings[rank] = self._look_at(index, pids[index], beat)
         found = verdict(readings, states, self.thresholds)
-        return None if found is None else self._act(found, {rank: pids[index] for rank, index in self._indices.items()})
+        return None if found is None else self._act(found, {self.first_rank + index: pids[index] for index in pids})
 
     def _look_at(self, index: int, pid: int, beat: dict[str, Any]) -> tuple[ProcessState, Reading]:
         seen = self._seen.setdefault(index, _Seen(changed=self.clock, beat_at=self.clock))
@@ -106,7 +110,7 @@ class Watcher:
         if found.is_final:
             return Failure(
                 code=words.code,
-                rank=self._indices[found.rank],
+                rank=found.rank - self.first_rank,
                 at=time.monotonic(),
                 what=words.what.removeprefix(f"rank {found.rank} of {self.num_ranks} "),
                 details=details,
@@ -137,22 +141,20 @@ class Watcher:
         if not (failure.is_echo or failure.is_sudden):
             return failure
         beats = {index: beat for index in range(self.board.size) if (beat := self.board.read(index)) is not None}
-        self._indices = {beat["rank"]: index for index, beat in beats.items()}
-        readings = {beat["rank"]: Reading.parse(beat, age=0.0, still=0.0) for beat in beats.values()}
+        readings = {self.first_rank + index: Reading.parse(beat, age=0.0, still=0.0) for index, beat in beats.items()}
         if found := find_mismatch(readings):
             words = self._words(found)
             stack = self._left_stack(found.rank)
             return Failure(
                 code=words.code,
-                rank=self._indices[found.rank],
+                rank=found.rank - self.first_rank,
                 at=failure.at,
                 what=words.what.removeprefix(f"rank {found.rank} of {self.num_ranks} "),
                 details=stack,
                 is_sudden=True,
                 fix=words.fix,
             )
-        ranks = {index: rank for rank, index in self._indices.items()}
-        call = call_of_waiting(readings, ranks.get(failure.rank, failure.rank))
+        call = call_of_waiting(readings, self.first_rank + failure.rank)
         return replace(failure, what=f"{failure.what}, while others were in {call}") if call else failure
 
     def _left_stack(self, rank: int) -> str:
@@ -164,4 +166,4 @@ class Watcher:
         return f"  stack of rank {rank}:{stack}" if stack else ""
 
     def _stack_path(self, rank: int) -> Path:
-        return stack_path(self.directory, self._indices[rank])
+        return stack_path(self.directory, rank - self.first_rank)

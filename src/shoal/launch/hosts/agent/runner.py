@@ -98,7 +98,13 @@ def run_workers(place: HostPlace, work: Work, send: Callable[[Message], None]) -
             send({"say": "failed", "generation": place.generation, **_report(failure, place, directory)})
 
         group = HostGroup(
-            directory=directory, grace=GRACE, grace_period=work.grace_period, timeout=work.timeout, report=report
+            directory=directory,
+            grace=GRACE,
+            grace_period=work.grace_period,
+            timeout=work.timeout,
+            first_rank=place.first_rank,
+            world_size=place.world_size,
+            report=report,
         )
         try:
             with group.receiving_signals():
