@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shoal.comm.heartbeat import recorder
 from shoal.comm.heartbeat.arrivals import Arrivals
 from shoal.comm.heartbeat.board import HeartbeatBoard
 from shoal.comm.heartbeat.recorder import Ticket
@@ -37,7 +38,7 @@ def ticket(
 def waits(number: int = 118, still: float = 4.0, **others: object) -> Reading:
     """A rank in `all_reduce #number` of dp."""
     fields = {
-        "counters": {"1": (number, number - 1)},
+        "counters": {"gloo/1": (number, number - 1)},
         "tickets": (ticket(number),),
         "still": still,
         "median_step": 0.03,
@@ -47,11 +48,11 @@ def waits(number: int = 118, still: float = 4.0, **others: object) -> Reading:
 
 def behind(still: float = 4.0, **others: object) -> Reading:
     """A rank that has completed #117 and is somewhere else."""
-    return waits(**{"counters": {"1": (117, 117)}, "tickets": (), "still": still, **others})  # type: ignore[arg-type]
+    return waits(**{"counters": {"gloo/1": (117, 117)}, "tickets": (), "still": still, **others})  # type: ignore[arg-type]
 
 
 WAITING = {0: waits(), 1: waits(), 2: behind(), 3: waits()}
-IN_TP = {"1": (118, 118), "3": (43, 42)}
+IN_TP = {"gloo/1": (118, 118), "gloo/3": (43, 42)}
 """Counters of a rank that has completed dp #118 and waits in tp #43."""
 
 
@@ -65,7 +66,7 @@ IN_TP = {"1": (118, 118), "3": (43, 42)}
         ("has no core", WAITING, ProcessState(letter="R"), ("never_entered", 2, 118, False)),
         ("in the kernel", WAITING, ProcessState(letter="D", wchan="nfs_wait"), ("kernel", 2, 118, False)),
         ("no heartbeat", {**WAITING, 2: behind(age=3.0)}, RUNS, ("gil", 2, 118, True)),
-        ("no heartbeat, old counters", {**WAITING, 2: behind(age=3.0, counters={"1": (115, 114)})}, RUNS,
+        ("no heartbeat, old counters", {**WAITING, 2: behind(age=3.0, counters={"gloo/1": (115, 114)})}, RUNS,
          ("gil", 2, 118, True)),
         ("stopped", {0: waits(still=1.5), 1: waits(still=1.5), 2: behind(still=2.2), 3: waits(still=1.5)},
          ProcessState(letter="T", stopped=2.1), ("stopped", 2, 118, True)),
@@ -83,13 +84,14 @@ IN_TP = {"1": (118, 118), "3": (43, 42)}
         ("a chain", {0: waits(), 1: waits(), 2: behind(), 3: waits(counters=IN_TP)}, RUNS,
          ("never_entered", 2, None, True)),
         ("all have entered", dict.fromkeys(range(4), waits(still=31.0)), RUNS, ("network", 0, 118, True)),
-        ("waits for another host", {2: waits(counters={"1": (118, 117), "3": (42, 42)}),
-                                    3: waits(counters={"1": (118, 118), "3": (43, 42)})}, RUNS, None),
+        ("waits for another host", {2: waits(counters={"gloo/1": (118, 117), "gloo/3": (42, 42)}),
+                                    3: waits(counters={"gloo/1": (118, 118), "gloo/3": (43, 42)})}, RUNS, None),
         ("all have entered, one may wait for another host", {
-            0: waits(still=31.0, groups=HOST), 1: waits(still=31.0, counters={"1": (118, 117), "4": (3, 2)}, groups=HOST)
+            0: waits(still=31.0, groups=HOST),
+            1: waits(still=31.0, counters={"gloo/1": (118, 117), "gloo/4": (3, 2)}, groups=HOST)
         }, RUNS, None),
         ("behind, and may wait for any rank",
-         {**WAITING, 2: behind(counters={"1": (117, 117), "1:-1>2": (3, 2)})}, RUNS, None),
+         {**WAITING, 2: behind(counters={"gloo/1": (117, 117), "1:-1>2": (3, 2)})}, RUNS, None),
         ("unknown", {**WAITING, 2: behind(still=99.0, phase="unknown", counters={})}, RUNS, None),
         ("on another host", {0: waits(still=99.0), 1: waits(still=99.0)}, RUNS, None),
     ],
@@ -124,13 +126,66 @@ def test_a_paused_run_is_left_alone() -> None:
     ],
 )
 def test_different_calls_name_the_minority_even_if_one_of_them_has_completed(odd: Ticket, call: str) -> None:
-    ahead = waits(counters={"1": (119, 118)}, tickets=(replace(odd, is_done=True), ticket(119)))
+    ahead = waits(counters={"gloo/1": (119, 118)}, tickets=(replace(odd, is_done=True), ticket(119)))
     found = verdict({0: waits(), 1: ahead, 2: waits()}, dict.fromkeys(range(3), RUNS), LIMITS)
     assert found is not None
     assert (found.kind, found.rank, found.is_final) == ("mismatch", 1, True)
     assert found.versions == (((0, 2), "all_reduce of float32[8]"), ((1,), call))
     text = problem_of(found, num_ranks=3, timeout=600.0).what
     assert text == f"rank 1 of 3 called {call} as #118 of dp; ranks 0, 2 called all_reduce of float32[8]"
+
+
+@pytest.mark.parametrize(("phase", "still", "is_final"), [
+    ("first steps", 29.0, None), ("save", 31.0, False), ("compiled step", 31.0, False), ("data", 4.0, False),
+    ("save", 541.0, True),
+])  # fmt: skip
+def test_different_calls_outside_of_a_step_have_the_limits_of_their_phase(
+    phase: str, still: float, is_final: bool | None
+) -> None:
+    odd = waits(tickets=(ticket(118, "broadcast"),), still=still, phase=phase)
+    found = verdict({0: waits(still=still), 1: odd, 2: waits(still=still)}, dict.fromkeys(range(3), RUNS), LIMITS)
+    if is_final is None:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.kind, found.rank, found.is_final) == ("mismatch", 1, is_final)
+
+
+def test_calls_of_two_backends_under_one_number_are_no_mismatch() -> None:
+    """A group of gloo and NCCL: rank 0 has entered NCCL's first call, and rank 1 gloo's first one before it."""
+    gloo, nccl = ticket(1, "broadcast"), replace(ticket(1), backend="nccl")
+    readings = {
+        0: waits(counters={"gloo/1": (1, 1), "nccl/1": (1, 0)}, tickets=(replace(gloo, is_done=True), nccl)),
+        1: waits(counters={"gloo/1": (1, 1)}, tickets=(replace(gloo, is_done=True),)),
+        2: waits(counters={"gloo/1": (0, 0), "nccl/1": (1, 0)}, tickets=(nccl,)),
+    }
+    assert find_mismatch(readings) is None
+    readings[2] = waits(counters={"gloo/1": (1, 1), "nccl/1": (1, 0)}, tickets=(nccl,))
+    found = verdict(readings, dict.fromkeys(range(3), RUNS), LIMITS)
+    assert found is not None
+    assert (found.kind, found.rank, str(found.call)) == ("never_entered", 1, "all_reduce #1 of dp (float32[8])")
+
+
+def test_messages_of_nccl_have_no_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {
+        "process_group": ["0", ""],
+        "collective_seq_id": 3,
+        "input_dtypes": [],
+        "input_sizes": [],
+        "retired": False,
+    }
+    entry |= {"time_created_ns": 1, "is_p2p": False, "p2p_seq_id": 0}
+    entries = [
+        {**entry, "profiling_name": "nccl:all_reduce"},
+        {**entry, "profiling_name": "nccl:send 0->1", "is_p2p": True, "p2p_seq_id": 1},
+        {**entry, "profiling_name": "nccl:coalesced", "p2p_seq_id": 2},
+        {**entry, "profiling_name": "nccl:coalesced"},
+    ]
+    monkeypatch.setattr(recorder, "_dumps", lambda *, with_entries: [("nccl", {"entries": entries})])
+    assert [(each.channel, each.operation) for each in recorder.tickets()] == [
+        ("nccl/0", "all_reduce"),
+        ("nccl/0", "coalesced"),
+    ]
 
 
 def test_inputs_that_may_differ_are_no_mismatch() -> None:
@@ -142,8 +197,8 @@ def test_ranks_that_wait_for_each_other() -> None:
     """Rank 0 has entered tp and not dp, rank 1 dp and not tp."""
     groups = {"1": ("dp", (0, 1)), "2": ("tp", (0, 1))}
     readings = {
-        0: waits(counters={"1": (117, 117), "2": (5, 4)}, tickets=(), groups=groups),
-        1: waits(counters={"1": (118, 117), "2": (4, 4)}, groups=groups),
+        0: waits(counters={"gloo/1": (117, 117), "gloo/2": (5, 4)}, tickets=(), groups=groups),
+        1: waits(counters={"gloo/1": (118, 117), "gloo/2": (4, 4)}, groups=groups),
     }
     found = verdict(readings, dict.fromkeys(range(2), RUNS), LIMITS)
     assert found is not None
@@ -176,7 +231,7 @@ def test_the_exchange_of_numbers_is_a_channel() -> None:
 
 
 def test_survivors_know_where_they_lost_a_rank() -> None:
-    done = waits(counters={"1": (118, 118)}, tickets=(ticket(117, done=True), ticket(118, done=True)))
+    done = waits(counters={"gloo/1": (118, 118)}, tickets=(ticket(117, done=True), ticket(118, done=True)))
     assert str(call_of_waiting({0: done, 1: behind()}, 1)) == "all_reduce #118 of dp (float32[8])"
     assert call_of_waiting({1: behind()}, 1) is None
 
@@ -241,7 +296,7 @@ def watcher_of(tmp_path: Path, beats: list[dict[str, Any]], monkeypatch: pytest.
 
 def beat_of(entered: int, completed: int, **others: Any) -> dict[str, Any]:
     """A beat of a rank in group 1, which ranks 2 and 3 are in."""
-    state = {"counters": {"1": (entered, completed)}, "phase": "step", "step": 9, "tickets": [], "beat": 1.0}
+    state = {"counters": {"gloo/1": (entered, completed)}, "phase": "step", "step": 9, "tickets": [], "beat": 1.0}
     return {**state, "median": 0.01, "groups": {"1": ("dp", (2, 3))}, **others}
 
 

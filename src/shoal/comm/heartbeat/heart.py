@@ -27,6 +27,7 @@ from shoal.comm.heartbeat import recorder
 from shoal.comm.heartbeat.arrivals import Arrivals, Straggler, sample_of
 from shoal.comm.heartbeat.board import HeartbeatBoard
 from shoal.comm.heartbeat.messages import MessageCounter, count_messages
+from shoal.comm.heartbeat.recorder import group_of
 
 FIRST_STEPS = 3
 """Steps of a worker that may be slow: libraries load, memory is allocated, kernels are chosen."""
@@ -37,7 +38,7 @@ SAMPLE_EVERY = 5.0
 STALL = 5
 """Beats without change after which a rank writes its tickets."""
 MOST_TICKETS = 12
-"""Newest tickets per group on the board."""
+"""Newest tickets per channel on the board."""
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 8) + 8
 """The signal on which a worker writes the stacks of its threads. No library is known to use it."""
 
@@ -112,7 +113,9 @@ class Heart:
         """Axis → collectives that this rank has entered; `board` for the exchanges without a message."""
         counted = self._counters()
         axes = {name: axis for name, (axis, _) in self._groups(counted).items()} | {"board": "board"}
-        return {axes[name]: entered for name, (entered, _) in counted.items() if name in axes}
+        # On GPUs an axis has a counter of gloo and then one of NCCL, which counts its tensors.
+        channels = {name: entered for name, (entered, _) in counted.items() if ":" not in name}
+        return {axes[group_of(name)]: entered for name, entered in channels.items() if group_of(name) in axes}
 
     def begin(self, phase: str) -> str:
         """Enter a phase; returns the one before."""
@@ -131,14 +134,14 @@ class Heart:
         return statistics.median(list(self._step_seconds) or [0.0])
 
     def _counters(self) -> recorder.Counters:
-        counted = {**recorder.counters(self.messages.per_group()), **self.messages.counters()}
+        counted = {**recorder.counters(self.messages.by_device()), **self.messages.counters()}
         if self.exchanges is not None:
             counted["board"] = self.exchanges.posted, self.exchanges.summed
         return counted
 
     def _groups(self, counted: recorder.Counters) -> dict[str, Any]:
         """The groups of the counters. They are listed again when a new one is used."""
-        if any(name.partition(":")[0] not in self._known for name in counted if name != "board"):
+        if any(group_of(name) not in self._known for name in counted if name != "board"):
             self._known = {name: (each.axis, each.ranks) for name, each in recorder.groups().items()}
         return self._known
 
@@ -180,12 +183,12 @@ class Heart:
 
 
 def _newest(tickets: list[recorder.Ticket]) -> list[dict[str, Any]]:
-    """The newest tickets of each group, oldest first."""
+    """The newest tickets of each channel, oldest first."""
     counted: dict[str, int] = {}
     kept = []
     for ticket in reversed(tickets):
-        counted[ticket.group] = counted.get(ticket.group, 0) + 1
-        if counted[ticket.group] <= MOST_TICKETS or not ticket.is_done:
+        counted[ticket.channel] = counted.get(ticket.channel, 0) + 1
+        if counted[ticket.channel] <= MOST_TICKETS or not ticket.is_done:
             kept.append(asdict(ticket))
     return kept[::-1]
 

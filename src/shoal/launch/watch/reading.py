@@ -16,7 +16,8 @@ class Reading:
     """The newest heartbeat of a rank. All ages are in seconds."""
 
     counters: Mapping[str, tuple[int, int]]
-    """Channel → last entered, last completed. A channel is a group, a direction between two ranks, or `board`."""
+    """Channel → last entered, last completed. A channel is a backend with a group, a direction between two ranks of a
+    group, or `board`."""
     age: float = 0.0
     """Since the beat."""
     still: float = 0.0

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shoal.comm.heartbeat.messages import ANY_SOURCE
-from shoal.comm.heartbeat.recorder import Ticket
+from shoal.comm.heartbeat.recorder import Ticket, group_of
 from shoal.launch.watch.reading import ProcessState, Reading
-from shoal.launch.watch.thresholds import Thresholds
+from shoal.launch.watch.thresholds import STEP, Thresholds
 
 Kind = Literal["stopped", "mismatch", "gil", "kernel", "never_entered", "order", "network"]
 
@@ -112,9 +112,17 @@ class _Known:
 
     def mismatch(self) -> Verdict | None:
         """Two ranks with different calls under the same number of a group."""
-        if self._still(self.readings) < self.thresholds.stopped:
+        waited = self._still(self.readings)
+        found = find_mismatch(self.readings) if waited >= self.thresholds.stopped else None
+        if found is None:
             return None
-        return find_mismatch(self.readings)
+        phases = {self.readings[rank].phase for ranks, _ in found.versions for rank in ranks}
+        if phases == {STEP}:
+            return found
+        if waited < max(self.thresholds.named(phase, self._median()) for phase in phases):
+            return None
+        phase = sorted(phases - {STEP})[0]
+        return replace(found, is_final=waited >= self.thresholds.last, phase=phase)
 
     def culprit(self) -> Verdict | None:
         """A rank for which others wait, and which waits for none."""
@@ -250,7 +258,7 @@ class _Known:
         """The ranks of a channel; empty: they are not known."""
         if channel == "board":  # of ranks on one host
             return tuple(self.readings)
-        name, _, ends = channel.partition(":")
+        name, ends = group_of(channel), channel.partition(":")[2]
         ranks = next((each.groups[name][1] for each in self.readings.values() if name in each.groups), ())
         if ends:
             places = [int(place) for place in ends.split(">")]
@@ -270,14 +278,14 @@ class _Known:
 
     def _call(self, channel: str, rank: int) -> Call:
         number = self._first_pending(rank, channel)
-        name, _, ends = channel.partition(":")
+        name, ends = group_of(channel), channel.partition(":")[2]
         reading = self.readings[rank]
         axis = reading.groups.get(name, (f"group {name}", ()))[0]
         if ends:
             members = reading.groups.get(name, ("", ()))[1]
             sender, receiver = (members[int(place)] if members else place for place in ends.split(">"))
             return Call(channel=channel, number=number, axis=axis, operation=f"message {sender} to {receiver}")
-        ticket = next((each for each in reading.tickets if (each.group, each.number) == (name, number)), None)
+        ticket = next((each for each in reading.tickets if (each.channel, each.number) == (channel, number)), None)
         if ticket is None:
             return Call(channel=channel, number=number, axis=axis, operation="collective")
         return _call_of(ticket, reading)
@@ -302,7 +310,7 @@ def call_of_waiting(readings: Mapping[int, Reading], late: int) -> Call | None:
 
 def _call_of(ticket: Ticket, reading: Reading) -> Call:
     axis = reading.groups.get(ticket.group, (f"group {ticket.group}", ()))[0]
-    channel, number, operation = ticket.group, ticket.number, ticket.operation
+    channel, number, operation = ticket.channel, ticket.number, ticket.operation
     return Call(channel=channel, number=number, axis=axis, operation=operation, inputs=ticket.inputs())
 
 
@@ -311,7 +319,7 @@ def find_mismatch(readings: Mapping[int, Reading]) -> Verdict | None:
     by_number: dict[tuple[int, str], dict[int, Ticket]] = {}
     for rank, reading in readings.items():
         for ticket in reading.tickets:
-            by_number.setdefault((ticket.number, ticket.group), {})[rank] = ticket
+            by_number.setdefault((ticket.number, ticket.channel), {})[rank] = ticket
     for _, tickets in sorted(by_number.items()):
         calls = {rank: _comparable(ticket) for rank, ticket in tickets.items()}
         versions = _versions(calls)
