@@ -92,7 +92,7 @@ def act(how: str) -> None:
             "N033",
             "called all_reduce of float32[7] as #21 of world; ranks 0, 2 called all_reduce of float32[100]",
         ),
-        ("sleep", "N030", "never entered all_reduce #21 of world (float32[100]); ranks 0, 2 have waited 3."),
+        ("sleep", "N030", "never entered all_reduce #21 of world (float32[100]); ranks 0, 2 have waited 5."),
         wide("gil", "N031", "holds the GIL"),
     ],
     ids=["stop", "shape", "sleep", "gil"],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,11 @@ import pytest
 from shoal.comm.heartbeat import recorder
 from shoal.comm.heartbeat.arrivals import Arrivals
 from shoal.comm.heartbeat.board import HeartbeatBoard
+from shoal.comm.heartbeat.heart import Heart
 from shoal.comm.heartbeat.recorder import Ticket
 from shoal.launch import cgroup
 from shoal.launch.failure import Failure
-from shoal.launch.watch.reading import ProcessState, Reading
+from shoal.launch.watch.reading import ProcessState, Reading, cpu_of_descendants
 from shoal.launch.watch.report import problem_of
 from shoal.launch.watch.stacks import excerpt, is_debugged, main_frames, outliers
 from shoal.launch.watch.thresholds import Thresholds
@@ -52,6 +56,7 @@ def behind(still: float = 4.0, **others: object) -> Reading:
 
 
 WAITING = {0: waits(), 1: waits(), 2: behind(), 3: waits()}
+LONG = {rank: replace(each, still=5.2) for rank, each in WAITING.items()}
 IN_TP = {"gloo/1": (118, 118), "gloo/3": (43, 42)}
 """Counters of a rank that has completed dp #118 and waits in tp #43."""
 
@@ -59,18 +64,23 @@ IN_TP = {"gloo/1": (118, 118), "gloo/3": (43, 42)}
 @pytest.mark.parametrize(
     ("name", "readings", "state", "found"),
     [
-        ("sleeps", WAITING, RUNS, ("never_entered", 2, 118, True)),
+        ("sleeps", WAITING, RUNS, ("never_entered", 2, 118, False)),
+        ("sleeps for long", LONG, RUNS, ("never_entered", 2, 118, True)),
+        ("sleeps for long, and has a GPU", {**LONG, 2: replace(LONG[2], uses_gpu=True)}, RUNS,
+         ("never_entered", 2, 118, False)),
+        ("its channels did not fit on the board", {**LONG, 2: replace(LONG[2], counters={}, is_partial=True)}, RUNS,
+         None),
         ("computes", WAITING, ProcessState(busy=0.9), ("never_entered", 2, 118, False)),
         ("computes for long", {rank: replace(each, still=31) for rank, each in WAITING.items()},
          ProcessState(busy=0.9), ("never_entered", 2, 118, True)),
         ("has no core", WAITING, ProcessState(letter="R"), ("never_entered", 2, 118, False)),
         ("in the kernel", WAITING, ProcessState(letter="D", wchan="nfs_wait"), ("kernel", 2, 118, False)),
-        ("no heartbeat", {**WAITING, 2: behind(age=3.0)}, RUNS, ("gil", 2, 118, True)),
-        ("no heartbeat, old counters", {**WAITING, 2: behind(age=3.0, counters={"gloo/1": (115, 114)})}, RUNS,
+        ("no heartbeat", {**LONG, 2: behind(age=3.0, still=5.2)}, RUNS, ("gil", 2, 118, True)),
+        ("no heartbeat, old counters", {**LONG, 2: behind(age=3.0, still=5.2, counters={"gloo/1": (115, 114)})}, RUNS,
          ("gil", 2, 118, True)),
         ("stopped", {0: waits(still=1.5), 1: waits(still=1.5), 2: behind(still=2.2), 3: waits(still=1.5)},
          ProcessState(letter="T", stopped=2.1), ("stopped", 2, 118, True)),
-        ("stopped for a moment", WAITING, ProcessState(letter="T", stopped=0.4), ("never_entered", 2, 118, True)),
+        ("stopped for a moment", WAITING, ProcessState(letter="T", stopped=0.4), ("never_entered", 2, 118, False)),
         ("debugged", WAITING, ProcessState(letter="t", is_traced=True), None),
         ("too early", {**WAITING, 0: waits(still=2.8)}, RUNS, None),
         ("long steps", {rank: replace(each, median_step=2.0) for rank, each in WAITING.items()}, RUNS, None),
@@ -81,7 +91,7 @@ IN_TP = {"gloo/1": (118, 118), "gloo/3": (43, 42)}
         ("saves for ever", {rank: replace(each, still=541.0, phase="save") for rank, each in WAITING.items()}, RUNS,
          ("never_entered", 2, 118, True)),
         ("all compute", dict.fromkeys(range(4), behind(still=100.0)), RUNS, None),
-        ("a chain", {0: waits(), 1: waits(), 2: behind(), 3: waits(counters=IN_TP)}, RUNS,
+        ("a chain", {**LONG, 3: waits(still=5.2, counters=IN_TP)}, RUNS,
          ("never_entered", 2, None, True)),
         ("all have entered", dict.fromkeys(range(4), waits(still=31.0)), RUNS, ("network", 0, 118, True)),
         ("waits for another host", {2: waits(counters={"gloo/1": (118, 117), "gloo/3": (42, 42)}),
@@ -272,7 +282,10 @@ def test_frames_of_the_main_thread(stack: str) -> None:
     assert main_frames(stack)[0].startswith("read (")
     assert excerpt(stack).strip().splitlines() == [main_frames(stack)[0]]
     assert not is_debugged(stack)
-    assert is_debugged(stack.replace("model.py", "pdb.py"))
+    for path in ("pdb.py", "/usr/lib/python3.11/bdb.py", "/x/site-packages/_pydevd_bundle/pydevd_frame.py"):
+        assert is_debugged(stack.replace("/x/model.py", path).replace("model.py", path))
+    for path in ("/data/pdb/model.py", "/x/my_pdb.py", "/pdb.py/model.py", "/home/pudb/src/model.py"):
+        assert not is_debugged(stack.replace("/x/model.py", path).replace("model.py", path))
 
 
 def test_the_stack_that_differs_from_most() -> None:
@@ -324,6 +337,57 @@ def test_ranks_of_a_second_host_are_named_among_those_of_all(
     assert failure.what.startswith("never entered")
 
 
+def test_progress_while_a_stack_is_read_saves_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
+
+    def read_slowly(*args: Any, **options: Any) -> str:
+        watcher.board.write(1, beat_of(7, 6))
+        return ""
+
+    monkeypatch.setattr("shoal.launch.watch.watcher.stack_of", read_slowly)
+    assert look_later(watcher, 40.0) is None
+    monkeypatch.setattr("shoal.launch.watch.watcher.stack_of", lambda *args, **options: "")
+    watcher.board.write(1, beat_of(6, 6))
+    assert look_later(watcher, 40.0) is not None
+
+
+def test_a_rank_in_a_debugger_is_left_alone_until_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
+    watcher.turn, reads = 1000.0, []
+    monkeypatch.setattr("shoal.launch.watch.watcher.stack_of", lambda *args, **options: reads.append(0) or in_pdb)
+    in_pdb = FAULTHANDLER.replace("/x/model.py", "/usr/lib/python3.11/pdb.py")
+    assert look_later(watcher, 40.0) is None
+    assert look_later(watcher, 1.0) is None
+    assert len(reads) == 1
+    assert look_later(watcher, 570.0) is not None
+
+
+def test_the_cpu_time_of_children_is_read() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    try:
+        before = cpu_of_descendants(os.getpid())
+        deadline = time.monotonic() + 10
+        while cpu_of_descendants(os.getpid()) < before + 0.1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert cpu_of_descendants(os.getpid()) >= before + 0.1
+    finally:
+        child.kill()
+        child.wait()
+    assert cpu_of_descendants(os.getpid()) >= before + 0.1  # it has ended
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_rank_whose_child_computes_is_not_ended(
+    computes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler in a child process, for which a rank waits."""
+    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
+    monkeypatch.setattr("shoal.launch.watch.watcher.cpu_of_descendants", lambda pid: computes * watcher.clock)
+    monkeypatch.setattr("shoal.launch.watch.watcher.read_state", lambda pid: ProcessState())
+    assert look_later(watcher, 2.0) is None
+    assert (look_later(watcher, 7.0) is None) == computes
+
+
 # ---- shared memory and control groups -------------------------------------------------------------------------------
 
 
@@ -341,6 +405,22 @@ def test_a_torn_write_leaves_the_state_before(tmp_path: Path) -> None:
     assert HeartbeatBoard(tmp_path / "board", 2).read(1) == {"step": 2}
     assert board.read(0) is None
     assert not board.write(0, {"text": "x" * 2**16})
+
+
+@pytest.mark.parametrize(("num_pending", "left"), [(0, 0), (2, 2), (3000, 0)])
+def test_a_beat_of_a_large_world_fits_on_the_board(tmp_path: Path, num_pending: int, left: int) -> None:
+    board = HeartbeatBoard.create(tmp_path / "board", 1)
+    assert board is not None
+    heart = Heart(board, board, index=0, stack_file=tmp_path / "stacks")
+    channels = {f"gloo/{name}": (7, 7 - (name < num_pending)) for name in range(3000)}
+    heart._known = {str(name): ("dp", tuple(range(8))) for name in range(3000)}
+    heart._counters = lambda: channels  # type: ignore[method-assign]
+    heart.step = 5
+    heart.beat()
+    beat = board.read(0)
+    assert beat is not None
+    assert (beat["step"], beat["is_partial"], len(beat["counters"])) == (5, True, left)
+    assert len(Reading.parse(beat, age=0.0, still=0.0).groups) == left
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal.comm.heartbeat import recorder
 from shoal.comm.heartbeat.arrivals import Arrivals, Straggler, sample_of
 from shoal.comm.heartbeat.board import HeartbeatBoard
@@ -39,6 +41,8 @@ STALL = 5
 """Beats without change after which a rank writes its tickets."""
 MOST_TICKETS = 12
 """Newest tickets per channel on the board."""
+EMPTY: dict[str, Any] = {"counters": {}, "groups": {}, "tickets": []}
+"""The parts of a beat that grow with the world."""
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 8) + 8
 """The signal on which a worker writes the stacks of its threads. No library is known to use it."""
 
@@ -103,11 +107,16 @@ class Heart:
             if with_tickets or self._still == STALL:
                 self._tickets = recorder.tickets()
                 self._newest = _newest(self._tickets)
-            written = {**state, "counters": recorder.exact(counted, self._tickets)}
+            written = {**state, "counters": recorder.exact(counted, self._tickets), **self._about()}
             written |= {"tickets": self._newest, "groups": self._groups(counted)}
-            written |= {"beat": time.monotonic(), "median": self._median()}
-            if not self.board.write(self.index, written):
-                self.board.write(self.index, {**written, "groups": {}, "tickets": self._newest[-4:]})
+            written["total"] = sum(entered + completed for entered, completed in counted.values())
+            for each in (written, only_pending(written), {**written, **EMPTY, "is_partial": True}):
+                if self.board.write(self.index, each):
+                    break
+
+    def _about(self) -> dict[str, Any]:
+        uses_gpu = torch.cuda.is_initialized()
+        return {"beat": time.monotonic(), "median": self._median(), "uses_gpu": uses_gpu, "is_partial": False}
 
     def entered(self) -> dict[str, int]:
         """Axis → collectives that this rank has entered; `board` for the exchanges without a message."""
@@ -178,8 +187,15 @@ class Heart:
     def _beat_without_counters(self) -> None:
         """Show that this rank lives, and nothing else: then it is never blamed for what it has not entered."""
         with suppress(Exception):
-            state = {"counters": {}, "phase": "unknown", "step": self.step, "tickets": [], "groups": {}}
-            self.board.write(self.index, {**state, "beat": time.monotonic(), "median": self._median()})
+            self.board.write(self.index, {**EMPTY, "phase": "unknown", "step": self.step, **self._about()})
+
+
+def only_pending(beat: dict[str, Any]) -> dict[str, Any]:
+    """A smaller beat: the channels with a pending call alone, and their groups. Large worlds have hundreds."""
+    counters = {name: pair for name, pair in beat["counters"].items() if pair[0] > pair[1]}
+    names = {group_of(name) for name in counters}
+    groups = {name: group for name, group in beat["groups"].items() if name in names}
+    return {**beat, "counters": counters, "groups": groups, "tickets": beat["tickets"][-4:], "is_partial": True}
 
 
 def _newest(tickets: list[recorder.Ticket]) -> list[dict[str, Any]]:

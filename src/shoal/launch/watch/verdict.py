@@ -164,7 +164,7 @@ class _Known:
         if waited < self.thresholds.named(reading.phase, median):
             return None
         is_blocked = state.letter == "D"
-        may_pass = is_blocked or state.letter == "R" or state.busy > BUSY
+        may_pass = is_blocked or reading.uses_gpu or state.letter == "R" or state.busy > BUSY
         kind: Kind = "kernel" if is_blocked else "gil" if reading.age > OLD_BEAT else "never_entered"
         return Verdict(
             kind=kind,
@@ -245,7 +245,8 @@ class _Known:
 
     def _is_behind(self, rank: int, channel: str, number: int) -> bool:
         reading = self.readings[rank]
-        return reading.phase != UNKNOWN and self._entered(rank, channel) < number
+        is_known = channel in reading.counters or not reading.is_partial
+        return reading.phase != UNKNOWN and is_known and self._entered(rank, channel) < number
 
     def _entered(self, rank: int, channel: str) -> int:
         return self.readings[rank].counters.get(channel, (0, 0))[0]

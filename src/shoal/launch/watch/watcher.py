@@ -16,12 +16,17 @@ from typing import Any
 from shoal.comm.heartbeat.board import HeartbeatBoard
 from shoal.errors import Problem
 from shoal.launch.failure import Failure
-from shoal.launch.watch.reading import ProcessState, Reading, read_state
+from shoal.launch.watch.reading import ProcessState, Reading, cpu_of_descendants, progress_of, read_state
 from shoal.launch.watch.report import problem_of
 from shoal.launch.watch.stacks import excerpt, is_debugged, outliers, stack_of
 from shoal.launch.watch.thresholds import Thresholds
 from shoal.launch.watch.verdict import Verdict, call_of_waiting, find_mismatch, verdict
 from shoal.launch.worker import heartbeat_path, stack_path
+
+SUSPECT = 0.5
+"""Seconds without progress from which the descendants of a rank are read."""
+ASK_AGAIN = 30.0
+"""Seconds after which it is checked whether a rank is still in a debugger."""
 
 
 @dataclass(slots=True)
@@ -34,6 +39,8 @@ class _Seen:
     beat_at: float = 0.0
     cpu: float = 0.0
     """CPU seconds at the last change."""
+    helpers: tuple[float, float] | None = None
+    """Clock and CPU seconds of its descendants when a stall was first suspected."""
     stopped: float = 0.0
 
 
@@ -54,6 +61,8 @@ class Watcher:
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _named: tuple[Any, ...] = ()
     """The last verdict that was reported without ending the rank."""
+    _debugged_until: float = 0.0
+    """On the clock: until then, the stack of a rank that was in a debugger is not read again."""
 
     @classmethod
     def start(
@@ -85,25 +94,37 @@ class Watcher:
         state = read_state(pid)
         if beat["beat"] != seen.beat:
             seen.beat, seen.beat_at = beat["beat"], self.clock
-        now = (beat["counters"], beat["phase"], beat["step"])
+        now = progress_of(beat)
         if now != seen.state:
-            seen.state, seen.changed, seen.cpu = now, self.clock, state.cpu_seconds
+            seen.state, seen.changed, seen.cpu, seen.helpers = now, self.clock, state.cpu_seconds, None
         seen.stopped = seen.stopped + self.turn if state.letter == "T" else 0.0
         still = self.clock - seen.changed
         busy = (state.cpu_seconds - seen.cpu) / still if still > 0 else 0.0
+        busy += self._busy_helpers(seen, pid) if still >= SUSPECT else 0.0
         reading = Reading.parse(beat, age=self.clock - seen.beat_at, still=still)
         return replace(state, busy=busy, stopped=seen.stopped), reading
+
+    def _busy_helpers(self, seen: _Seen, pid: int) -> float:
+        """The fraction of the time in which the descendants of a rank computed, since it was suspected to hang."""
+        cpu = cpu_of_descendants(pid)
+        since, before = seen.helpers = seen.helpers or (self.clock, cpu)
+        return (cpu - before) / (self.clock - since) if self.clock > since else 0.0
 
     def _act(self, found: Verdict, pids: Mapping[int, int]) -> Failure | None:
         """Name the rank once, and return its failure if it is to be ended."""
         key = (found.kind, found.rank, found.call)
         if not found.is_final and key == self._named:
             return None
+        if self.clock < self._debugged_until and found.waited < self.thresholds.timeout:
+            return None
+        before = self._progress(pids)
         if found.kind in ("order", "network"):
             found = self._by_stacks(found, pids)
         stack = stack_of(pids[found.rank], self._stack_path(found.rank), is_stopped=found.kind == "stopped")
-        if is_debugged(stack):
-            self._named = key
+        if found.waited < self.thresholds.timeout and is_debugged(stack):
+            self._named, self._debugged_until = key, self.clock + ASK_AGAIN
+            return None
+        if found.is_final and self._has_moved(found, before, pids):
             return None
         words = self._words(found)
         details = f"  stack of rank {found.rank}:{excerpt(stack)}" if stack else ""
@@ -122,6 +143,19 @@ class Watcher:
         what = f"{words.what}\n{details}" if details else words.what
         print(f"shoal: {replace(words, what=what)}", file=sys.stderr, flush=True)
         return None
+
+    def _progress(self, pids: Mapping[int, int]) -> list[Any]:
+        beats = [self.board.read(rank - self.first_rank) for rank in sorted(pids)]
+        return [progress_of(beat) for beat in beats if beat is not None]
+
+    def _has_moved(self, found: Verdict, before: list[Any], pids: Mapping[int, int]) -> bool:
+        """Whether a rank made progress while stacks were read, which may take seconds.
+
+        A stopped rank was continued for its stack, so its state decides.
+        """
+        if found.kind == "stopped":
+            return read_state(pids[found.rank]).letter != "T"
+        return self._progress(pids) != before
 
     def _words(self, found: Verdict) -> Problem:
         return problem_of(found, num_ranks=self.num_ranks, timeout=self.thresholds.timeout)
