@@ -170,6 +170,7 @@ class WorkerGroup:
                     directory=self.directory,
                     lifeline=lifeline,
                     to_close=self.lifeline_end if method == "fork" else None,
+                    parent=os.getpid() if method == "fork" else None,
                     environ=dict(os.environ) if method == "forkserver" else {},  # the server's own may be out of date
                     key=key,
                     timeout=self.timeout,
