@@ -351,6 +351,29 @@ def test_progress_while_a_stack_is_read_saves_the_rank(tmp_path: Path, monkeypat
     assert look_later(watcher, 40.0) is not None
 
 
+def test_a_stopped_rank_that_was_continued_for_its_stack_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
+    letters: list[str] = []
+
+    def read_stack(*args: Any, **options: Any) -> str:
+        watcher.board.write(1, beat_of(7, 6))
+        letters.extend("SS")
+        return ""
+
+    def state(pid: int) -> ProcessState:
+        return ProcessState(letter=letters.pop() if letters else "T" if pid == 1 else "S")
+
+    monkeypatch.setattr("shoal.launch.watch.watcher.stack_of", read_stack)
+    monkeypatch.setattr("shoal.launch.watch.watcher.read_state", state)
+    watcher.look({0: 0, 1: 1})
+    watcher._last_look -= 2.5
+    failure = watcher.look({0: 0, 1: 1})
+    assert failure is not None
+    assert (failure.code, failure.rank) == ("N025", 1)
+
+
 def test_a_rank_in_a_debugger_is_left_alone_until_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
     watcher.turn, reads = 1000.0, []

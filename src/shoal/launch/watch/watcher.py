@@ -151,10 +151,13 @@ class Watcher:
     def _has_moved(self, found: Verdict, before: list[Any], pids: Mapping[int, int]) -> bool:
         """Whether a rank made progress while stacks were read, which may take seconds.
 
-        A stopped rank was continued for its stack, so its state decides.
+        A stopped rank was continued for its stack and stopped again, which takes a moment. So its state decides.
         """
         if found.kind == "stopped":
-            return read_state(pids[found.rank]).letter != "T"
+            deadline = time.monotonic() + 1.0
+            while (letter := read_state(pids[found.rank]).letter) != "T" and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return letter != "T"
         return self._progress(pids) != before
 
     def _words(self, found: Verdict) -> Problem:
