@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import pickle
@@ -342,6 +343,20 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     os.kill(launcher.process.pid, signal.SIGKILL)
     wait_until(lambda: not any(map(is_alive, pids)), seconds=2)
     assert os.listdir(tmp_path / "tmp") == []
+
+
+def hold_gil(place: Placement, store: dist.Store, directory: Path) -> None:
+    ready(directory, place.rank)
+    ctypes.PyDLL(None).sleep(1000)  # a signal ends it
+    signal.pause()
+
+
+def test_workers_that_hold_the_gil_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    """The signal of the parent's end interrupts their sleep; a loop would end by the alarm that it starts."""
+    launcher = Launcher.start(tmp_path, hold_gil)
+    pids = launcher.pids()
+    os.kill(launcher.process.pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, pids)), seconds=10)
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shoal.comm.heartbeat import recorder
 from shoal.comm.heartbeat.arrivals import Arrivals
 from shoal.comm.heartbeat.board import HeartbeatBoard
+from shoal.comm.heartbeat.heart import Heart
 from shoal.comm.heartbeat.recorder import Ticket
 from shoal.launch import cgroup
-from shoal.launch.watch.reading import ProcessState, Reading
+from shoal.launch.failure import Failure
+from shoal.launch.watch.reading import ProcessState, Reading, cpu_of_descendants
 from shoal.launch.watch.report import problem_of
 from shoal.launch.watch.stacks import excerpt, is_debugged, main_frames, outliers
 from shoal.launch.watch.thresholds import Thresholds
 from shoal.launch.watch.verdict import call_of_waiting, find_mismatch, verdict
+from shoal.launch.watch.watcher import Watcher
 
 LIMITS = Thresholds(600.0)
 GROUPS = {"0": ("world", (0, 1, 2, 3)), "1": ("dp", (0, 1, 2, 3)), "2": ("tp", (0, 1)), "3": ("tp", (2, 3))}
+HOST = {"1": ("dp", (0, 1)), "4": ("pp", (1, 3))}
+"""Groups of two ranks, one of which talks to rank 3 of another host."""
 RUNS = ProcessState()
 
 
@@ -31,7 +42,7 @@ def ticket(
 def waits(number: int = 118, still: float = 4.0, **others: object) -> Reading:
     """A rank in `all_reduce #number` of dp."""
     fields = {
-        "counters": {"1": (number, number - 1)},
+        "counters": {"gloo/1": (number, number - 1)},
         "tickets": (ticket(number),),
         "still": still,
         "median_step": 0.03,
@@ -41,29 +52,35 @@ def waits(number: int = 118, still: float = 4.0, **others: object) -> Reading:
 
 def behind(still: float = 4.0, **others: object) -> Reading:
     """A rank that has completed #117 and is somewhere else."""
-    return waits(**{"counters": {"1": (117, 117)}, "tickets": (), "still": still, **others})  # type: ignore[arg-type]
+    return waits(**{"counters": {"gloo/1": (117, 117)}, "tickets": (), "still": still, **others})  # type: ignore[arg-type]
 
 
 WAITING = {0: waits(), 1: waits(), 2: behind(), 3: waits()}
-IN_TP = {"1": (118, 118), "3": (43, 42)}
+LONG = {rank: replace(each, still=5.2) for rank, each in WAITING.items()}
+IN_TP = {"gloo/1": (118, 118), "gloo/3": (43, 42)}
 """Counters of a rank that has completed dp #118 and waits in tp #43."""
 
 
 @pytest.mark.parametrize(
     ("name", "readings", "state", "found"),
     [
-        ("sleeps", WAITING, RUNS, ("never_entered", 2, 118, True)),
+        ("sleeps", WAITING, RUNS, ("never_entered", 2, 118, False)),
+        ("sleeps for long", LONG, RUNS, ("never_entered", 2, 118, True)),
+        ("sleeps for long, and has a GPU", {**LONG, 2: replace(LONG[2], uses_gpu=True)}, RUNS,
+         ("never_entered", 2, 118, False)),
+        ("its channels did not fit on the board", {**LONG, 2: replace(LONG[2], counters={}, is_partial=True)}, RUNS,
+         None),
         ("computes", WAITING, ProcessState(busy=0.9), ("never_entered", 2, 118, False)),
         ("computes for long", {rank: replace(each, still=31) for rank, each in WAITING.items()},
          ProcessState(busy=0.9), ("never_entered", 2, 118, True)),
         ("has no core", WAITING, ProcessState(letter="R"), ("never_entered", 2, 118, False)),
         ("in the kernel", WAITING, ProcessState(letter="D", wchan="nfs_wait"), ("kernel", 2, 118, False)),
-        ("no heartbeat", {**WAITING, 2: behind(age=3.0)}, RUNS, ("gil", 2, 118, True)),
-        ("no heartbeat, old counters", {**WAITING, 2: behind(age=3.0, counters={"1": (115, 114)})}, RUNS,
+        ("no heartbeat", {**LONG, 2: behind(age=3.0, still=5.2)}, RUNS, ("gil", 2, 118, True)),
+        ("no heartbeat, old counters", {**LONG, 2: behind(age=3.0, still=5.2, counters={"gloo/1": (115, 114)})}, RUNS,
          ("gil", 2, 118, True)),
         ("stopped", {0: waits(still=1.5), 1: waits(still=1.5), 2: behind(still=2.2), 3: waits(still=1.5)},
          ProcessState(letter="T", stopped=2.1), ("stopped", 2, 118, True)),
-        ("stopped for a moment", WAITING, ProcessState(letter="T", stopped=0.4), ("never_entered", 2, 118, True)),
+        ("stopped for a moment", WAITING, ProcessState(letter="T", stopped=0.4), ("never_entered", 2, 118, False)),
         ("debugged", WAITING, ProcessState(letter="t", is_traced=True), None),
         ("too early", {**WAITING, 0: waits(still=2.8)}, RUNS, None),
         ("long steps", {rank: replace(each, median_step=2.0) for rank, each in WAITING.items()}, RUNS, None),
@@ -74,11 +91,17 @@ IN_TP = {"1": (118, 118), "3": (43, 42)}
         ("saves for ever", {rank: replace(each, still=541.0, phase="save") for rank, each in WAITING.items()}, RUNS,
          ("never_entered", 2, 118, True)),
         ("all compute", dict.fromkeys(range(4), behind(still=100.0)), RUNS, None),
-        ("a chain", {0: waits(), 1: waits(), 2: behind(), 3: waits(counters=IN_TP)}, RUNS,
+        ("a chain", {**LONG, 3: waits(still=5.2, counters=IN_TP)}, RUNS,
          ("never_entered", 2, None, True)),
         ("all have entered", dict.fromkeys(range(4), waits(still=31.0)), RUNS, ("network", 0, 118, True)),
-        ("waits for another host", {2: waits(counters={"1": (118, 117), "3": (42, 42)}),
-                                    3: waits(counters={"1": (118, 118), "3": (43, 42)})}, RUNS, None),
+        ("waits for another host", {2: waits(counters={"gloo/1": (118, 117), "gloo/3": (42, 42)}),
+                                    3: waits(counters={"gloo/1": (118, 118), "gloo/3": (43, 42)})}, RUNS, None),
+        ("all have entered, one may wait for another host", {
+            0: waits(still=31.0, groups=HOST),
+            1: waits(still=31.0, counters={"gloo/1": (118, 117), "gloo/4": (3, 2)}, groups=HOST)
+        }, RUNS, None),
+        ("behind, and may wait for any rank",
+         {**WAITING, 2: behind(counters={"gloo/1": (117, 117), "1:-1>2": (3, 2)})}, RUNS, None),
         ("unknown", {**WAITING, 2: behind(still=99.0, phase="unknown", counters={})}, RUNS, None),
         ("on another host", {0: waits(still=99.0), 1: waits(still=99.0)}, RUNS, None),
     ],
@@ -113,13 +136,66 @@ def test_a_paused_run_is_left_alone() -> None:
     ],
 )
 def test_different_calls_name_the_minority_even_if_one_of_them_has_completed(odd: Ticket, call: str) -> None:
-    ahead = waits(counters={"1": (119, 118)}, tickets=(replace(odd, is_done=True), ticket(119)))
+    ahead = waits(counters={"gloo/1": (119, 118)}, tickets=(replace(odd, is_done=True), ticket(119)))
     found = verdict({0: waits(), 1: ahead, 2: waits()}, dict.fromkeys(range(3), RUNS), LIMITS)
     assert found is not None
     assert (found.kind, found.rank, found.is_final) == ("mismatch", 1, True)
     assert found.versions == (((0, 2), "all_reduce of float32[8]"), ((1,), call))
     text = problem_of(found, num_ranks=3, timeout=600.0).what
     assert text == f"rank 1 of 3 called {call} as #118 of dp; ranks 0, 2 called all_reduce of float32[8]"
+
+
+@pytest.mark.parametrize(("phase", "still", "is_final"), [
+    ("first steps", 29.0, None), ("save", 31.0, False), ("compiled step", 31.0, False), ("data", 4.0, False),
+    ("save", 541.0, True),
+])  # fmt: skip
+def test_different_calls_outside_of_a_step_have_the_limits_of_their_phase(
+    phase: str, still: float, is_final: bool | None
+) -> None:
+    odd = waits(tickets=(ticket(118, "broadcast"),), still=still, phase=phase)
+    found = verdict({0: waits(still=still), 1: odd, 2: waits(still=still)}, dict.fromkeys(range(3), RUNS), LIMITS)
+    if is_final is None:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.kind, found.rank, found.is_final) == ("mismatch", 1, is_final)
+
+
+def test_calls_of_two_backends_under_one_number_are_no_mismatch() -> None:
+    """A group of gloo and NCCL: rank 0 has entered NCCL's first call, and rank 1 gloo's first one before it."""
+    gloo, nccl = ticket(1, "broadcast"), replace(ticket(1), backend="nccl")
+    readings = {
+        0: waits(counters={"gloo/1": (1, 1), "nccl/1": (1, 0)}, tickets=(replace(gloo, is_done=True), nccl)),
+        1: waits(counters={"gloo/1": (1, 1)}, tickets=(replace(gloo, is_done=True),)),
+        2: waits(counters={"gloo/1": (0, 0), "nccl/1": (1, 0)}, tickets=(nccl,)),
+    }
+    assert find_mismatch(readings) is None
+    readings[2] = waits(counters={"gloo/1": (1, 1), "nccl/1": (1, 0)}, tickets=(nccl,))
+    found = verdict(readings, dict.fromkeys(range(3), RUNS), LIMITS)
+    assert found is not None
+    assert (found.kind, found.rank, str(found.call)) == ("never_entered", 1, "all_reduce #1 of dp (float32[8])")
+
+
+def test_messages_of_nccl_have_no_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {
+        "process_group": ["0", ""],
+        "collective_seq_id": 3,
+        "input_dtypes": [],
+        "input_sizes": [],
+        "retired": False,
+    }
+    entry |= {"time_created_ns": 1, "is_p2p": False, "p2p_seq_id": 0}
+    entries = [
+        {**entry, "profiling_name": "nccl:all_reduce"},
+        {**entry, "profiling_name": "nccl:send 0->1", "is_p2p": True, "p2p_seq_id": 1},
+        {**entry, "profiling_name": "nccl:coalesced", "p2p_seq_id": 2},
+        {**entry, "profiling_name": "nccl:coalesced"},
+    ]
+    monkeypatch.setattr(recorder, "_dumps", lambda *, with_entries: [("nccl", {"entries": entries})])
+    assert [(each.channel, each.operation) for each in recorder.tickets()] == [
+        ("nccl/0", "all_reduce"),
+        ("nccl/0", "coalesced"),
+    ]
 
 
 def test_inputs_that_may_differ_are_no_mismatch() -> None:
@@ -131,8 +207,8 @@ def test_ranks_that_wait_for_each_other() -> None:
     """Rank 0 has entered tp and not dp, rank 1 dp and not tp."""
     groups = {"1": ("dp", (0, 1)), "2": ("tp", (0, 1))}
     readings = {
-        0: waits(counters={"1": (117, 117), "2": (5, 4)}, tickets=(), groups=groups),
-        1: waits(counters={"1": (118, 117), "2": (4, 4)}, groups=groups),
+        0: waits(counters={"gloo/1": (117, 117), "gloo/2": (5, 4)}, tickets=(), groups=groups),
+        1: waits(counters={"gloo/1": (118, 117), "gloo/2": (4, 4)}, groups=groups),
     }
     found = verdict(readings, dict.fromkeys(range(2), RUNS), LIMITS)
     assert found is not None
@@ -165,7 +241,7 @@ def test_the_exchange_of_numbers_is_a_channel() -> None:
 
 
 def test_survivors_know_where_they_lost_a_rank() -> None:
-    done = waits(counters={"1": (118, 118)}, tickets=(ticket(117, done=True), ticket(118, done=True)))
+    done = waits(counters={"gloo/1": (118, 118)}, tickets=(ticket(117, done=True), ticket(118, done=True)))
     assert str(call_of_waiting({0: done, 1: behind()}, 1)) == "all_reduce #118 of dp (float32[8])"
     assert call_of_waiting({1: behind()}, 1) is None
 
@@ -206,13 +282,133 @@ def test_frames_of_the_main_thread(stack: str) -> None:
     assert main_frames(stack)[0].startswith("read (")
     assert excerpt(stack).strip().splitlines() == [main_frames(stack)[0]]
     assert not is_debugged(stack)
-    assert is_debugged(stack.replace("model.py", "pdb.py"))
+    for path in ("pdb.py", "/usr/lib/python3.11/bdb.py", "/x/site-packages/_pydevd_bundle/pydevd_frame.py"):
+        assert is_debugged(stack.replace("/x/model.py", path).replace("model.py", path))
+    for path in ("/data/pdb/model.py", "/x/my_pdb.py", "/pdb.py/model.py", "/home/pudb/src/model.py"):
+        assert not is_debugged(stack.replace("/x/model.py", path).replace("model.py", path))
 
 
 def test_the_stack_that_differs_from_most() -> None:
     other = FAULTHANDLER.replace("line 3 in read", "line 8 in reduce")
     assert outliers({0: other, 1: other, 2: FAULTHANDLER}) == [2]
     assert outliers({0: other, 1: FAULTHANDLER}) == []
+
+
+# ---- the watcher ----------------------------------------------------------------------------------------------------
+
+
+def watcher_of(tmp_path: Path, beats: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, **place: int) -> Watcher:
+    """A watcher whose ranks have written these beats, and nothing since; their stacks cannot be read."""
+    found = Watcher.start(tmp_path, len(beats), timeout=600.0, turn=100.0, **place)
+    assert found is not None
+    monkeypatch.setattr("shoal.launch.watch.watcher.stack_of", lambda *args, **options: "")
+    for index, beat in enumerate(beats):
+        found.board.write(index, beat)
+    return found
+
+
+def beat_of(entered: int, completed: int, **others: Any) -> dict[str, Any]:
+    """A beat of a rank in group 1, which ranks 2 and 3 are in."""
+    state = {"counters": {"gloo/1": (entered, completed)}, "phase": "step", "step": 9, "tickets": [], "beat": 1.0}
+    return {**state, "median": 0.01, "groups": {"1": ("dp", (2, 3))}, **others}
+
+
+def look_later(watcher: Watcher, seconds: float) -> Failure | None:
+    """Look twice, some seconds apart on the watcher's clock. All hearts beat, and nothing else moves."""
+    pids = dict.fromkeys(range(watcher.board.size), os.getpid())
+    watcher.look(pids)
+    for index in pids:
+        beat = watcher.board.read(index)
+        assert beat is not None
+        watcher.board.write(index, {**beat, "beat": beat["beat"] + 1})
+    watcher._last_look -= seconds
+    return watcher.look(pids)
+
+
+def test_ranks_of_a_second_host_are_named_among_those_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
+    assert look_later(watcher, 4.0) is None
+    assert "rank 3 of 4 never entered collective #7 of dp; rank 2 has waited" in capfd.readouterr().err
+    failure = look_later(watcher, 30.0)
+    assert failure is not None
+    assert failure.rank == 1  # on this host
+    assert failure.what.startswith("never entered")
+
+
+def test_progress_while_a_stack_is_read_saves_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
+
+    def read_slowly(*args: Any, **options: Any) -> str:
+        watcher.board.write(1, beat_of(7, 6))
+        return ""
+
+    monkeypatch.setattr("shoal.launch.watch.watcher.stack_of", read_slowly)
+    assert look_later(watcher, 40.0) is None
+    monkeypatch.setattr("shoal.launch.watch.watcher.stack_of", lambda *args, **options: "")
+    watcher.board.write(1, beat_of(6, 6))
+    assert look_later(watcher, 40.0) is not None
+
+
+def test_a_stopped_rank_that_was_continued_for_its_stack_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
+    letters: list[str] = []
+
+    def read_stack(*args: Any, **options: Any) -> str:
+        watcher.board.write(1, beat_of(7, 6))
+        letters.extend("SS")
+        return ""
+
+    def state(pid: int) -> ProcessState:
+        return ProcessState(letter=letters.pop() if letters else "T" if pid == 1 else "S")
+
+    monkeypatch.setattr("shoal.launch.watch.watcher.stack_of", read_stack)
+    monkeypatch.setattr("shoal.launch.watch.watcher.read_state", state)
+    watcher.look({0: 0, 1: 1})
+    watcher._last_look -= 2.5
+    failure = watcher.look({0: 0, 1: 1})
+    assert failure is not None
+    assert (failure.code, failure.rank) == ("N025", 1)
+
+
+def test_a_rank_in_a_debugger_is_left_alone_until_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
+    watcher.turn, reads = 1000.0, []
+    monkeypatch.setattr("shoal.launch.watch.watcher.stack_of", lambda *args, **options: reads.append(0) or in_pdb)
+    in_pdb = FAULTHANDLER.replace("/x/model.py", "/usr/lib/python3.11/pdb.py")
+    assert look_later(watcher, 40.0) is None
+    assert look_later(watcher, 1.0) is None
+    assert len(reads) == 1
+    assert look_later(watcher, 570.0) is not None
+
+
+def test_the_cpu_time_of_children_is_read() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    try:
+        before = cpu_of_descendants(os.getpid())
+        deadline = time.monotonic() + 10
+        while cpu_of_descendants(os.getpid()) < before + 0.1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert cpu_of_descendants(os.getpid()) >= before + 0.1
+    finally:
+        child.kill()
+        child.wait()
+    assert cpu_of_descendants(os.getpid()) >= before + 0.1  # it has ended
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_rank_whose_child_computes_is_not_ended(
+    computes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler in a child process, for which a rank waits."""
+    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
+    monkeypatch.setattr("shoal.launch.watch.watcher.cpu_of_descendants", lambda pid: computes * watcher.clock)
+    monkeypatch.setattr("shoal.launch.watch.watcher.read_state", lambda pid: ProcessState())
+    assert look_later(watcher, 2.0) is None
+    assert (look_later(watcher, 7.0) is None) == computes
 
 
 # ---- shared memory and control groups -------------------------------------------------------------------------------
@@ -232,6 +428,22 @@ def test_a_torn_write_leaves_the_state_before(tmp_path: Path) -> None:
     assert HeartbeatBoard(tmp_path / "board", 2).read(1) == {"step": 2}
     assert board.read(0) is None
     assert not board.write(0, {"text": "x" * 2**16})
+
+
+@pytest.mark.parametrize(("num_pending", "left"), [(0, 0), (2, 2), (3000, 0)])
+def test_a_beat_of_a_large_world_fits_on_the_board(tmp_path: Path, num_pending: int, left: int) -> None:
+    board = HeartbeatBoard.create(tmp_path / "board", 1)
+    assert board is not None
+    heart = Heart(board, board, index=0, stack_file=tmp_path / "stacks")
+    channels = {f"gloo/{name}": (7, 7 - (name < num_pending)) for name in range(3000)}
+    heart._known = {str(name): ("dp", tuple(range(8))) for name in range(3000)}
+    heart._counters = lambda: channels  # type: ignore[method-assign]
+    heart.step = 5
+    heart.beat()
+    beat = board.read(0)
+    assert beat is not None
+    assert (beat["step"], beat["is_partial"], len(beat["counters"])) == (5, True, left)
+    assert len(Reading.parse(beat, age=0.0, still=0.0).groups) == left
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ class World:
             _choose_interface(place)
             session = _make_group(place, backend=backend, timeout=timedelta(seconds=timeout), store=store)
         if (beating := heart()) is not None:
-            beating.rank, beating.num_ranks = place.rank, place.world_size
+            beating.rank = place.rank
         world = cls(
             rank=place.rank,
             size=place.world_size,

@@ -119,6 +119,10 @@ class WorkerGroup:
     grace: float
     grace_period: float
     timeout: float = 600.0
+    first_rank: int = 0
+    """The rank of the first of these workers among those of all hosts; all other ranks here are of this host."""
+    world_size: int = 0
+    """Workers of all hosts; 0: there is one host."""
     processes: list[BaseProcess] = field(default_factory=list)
     running: dict[Any, int] = field(default_factory=dict)
     """Handle that becomes ready at a worker's end → its rank."""
@@ -150,7 +154,14 @@ class WorkerGroup:
         lifeline, self.lifeline_end = context.Pipe(duplex=False)
         key = secrets.token_bytes(32)
         Board.create(board_path(self.directory), nproc)
-        self.watcher = Watcher.start(self.directory, nproc, timeout=self.timeout, turn=TURN)
+        self.watcher = Watcher.start(
+            self.directory,
+            nproc,
+            timeout=self.timeout,
+            turn=TURN,
+            first_rank=self.first_rank,
+            num_ranks=self.world_size,
+        )
         with lifeline, _signals_blocked():  # until a forked worker has installed its own handlers
             for rank in range(nproc):
                 assignment = Assignment(
@@ -159,6 +170,7 @@ class WorkerGroup:
                     directory=self.directory,
                     lifeline=lifeline,
                     to_close=self.lifeline_end if method == "fork" else None,
+                    parent=os.getpid() if method == "fork" else None,
                     environ=dict(os.environ) if method == "forkserver" else {},  # the server's own may be out of date
                     key=key,
                     timeout=self.timeout,
@@ -307,7 +319,7 @@ class WorkerGroup:
                 late.append(Failure(code="N025", rank=rank, at=now, what=what, is_sudden=True, may_pass=True))
             elif rank not in self.returned and now > min(self.returned.values(), default=now) + self.timeout:
                 first = min(self.returned, key=self.returned.__getitem__)
-                what = f"had not ended {self.timeout:g} s after rank {first} had"
+                what = f"had not ended {self.timeout:g} s after rank {self.first_rank + first} had"
                 late.append(Failure(code="N026", rank=rank, at=now, what=what, is_sudden=True, may_pass=True))
         return late
 
@@ -317,7 +329,7 @@ class WorkerGroup:
         if not candidate.is_echo or candidate.rank in silent or not silent:
             return candidate
         rank = next((rank for rank in silent if rank in self.stopped), None)
-        waited = f"rank {candidate.rank} waited for it: {candidate.what}"
+        waited = f"rank {self.first_rank + candidate.rank} waited for it: {candidate.what}"
         if rank is not None:
             what = f"was stopped by a signal (SIGSTOP), and {waited}"
             return Failure(code="N025", rank=rank, at=candidate.at, what=what, is_sudden=True, may_pass=True)

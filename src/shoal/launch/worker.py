@@ -2,12 +2,14 @@
 
 A worker leads a process group of its own. So Ctrl-C in a terminal reaches only the parent, and the helpers of a worker
 (loader processes) can be ended with it. A worker never outlives its parent: a thread waits on a pipe whose other end
-only the parent has open, and the kernel closes that end however the parent ends.
+only the parent has open, and the kernel closes that end however the parent ends. That thread needs the GIL; if it
+cannot run, a forked worker is ended by an alarm of the kernel.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
 import shutil
@@ -32,6 +34,8 @@ _HANG_UP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_HANG_UP)
 """Signals that request a clean stop: Ctrl-C, a scheduler, Slurm before its time limit, and a closed terminal."""
 
+_PR_SET_PDEATHSIG = 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
@@ -45,6 +49,8 @@ class Assignment:
     """Becomes readable when the parent has ended."""
     to_close: Connection | None
     """The parent's end of the lifeline, where a fork has copied it into this process."""
+    parent: int | None = None
+    """The process that has forked this one; None: the parent is a server of forks."""
     environ: Mapping[str, str]
     key: bytes = field(repr=False)
     """A secret of this launch that authenticates connections between workers."""
@@ -140,7 +146,25 @@ def end_with_parent(lifeline: Connection, directory: Path) -> None:
     threading.Thread(target=wait_for_the_end, name="lifeline", daemon=True).start()
 
 
+def end_without_gil(parent: int) -> None:
+    """Let the kernel end this process some seconds after `parent`, which has forked it, should the lifeline not do so.
+
+    The kernel sends a signal when the parent ends. Its handler is C's `alarm`, which takes the number of the signal as
+    seconds: a handler of Python's would need the GIL, and SIGKILL at once would leave the helpers of this process.
+    """
+    number = getattr(signal, "SIGSTKFLT", None)
+    if number is None:  # another system than Linux
+        return
+    libc: Any = ctypes.CDLL(None)
+    libc.signal(int(number), libc.alarm)
+    libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:  # it has ended before the call
+        os._exit(1)
+
+
 def _set_up(assignment: Assignment) -> None:
+    if assignment.parent is not None:
+        end_without_gil(assignment.parent)
     lead_own_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a fork inherits the parent's, which forward signals
     for number in PASSED_ON[1:]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from shoal.comm.heartbeat.recorder import Ticket
 
 Sample = Mapping[tuple[str, int], int]
-"""Group and number of a collective → when a rank entered it, in ns."""
+"""Channel and number of a collective → when a rank entered it, in ns."""
 WARN = 0.1
 """Cost, as a fraction of the time, from which a straggler is worth a warning."""
 NOTICEABLE = 1e-4
@@ -103,4 +103,4 @@ def _complete(samples: Mapping[int, Sample]) -> Iterable[dict[int, int]]:
 
 def sample_of(tickets: Iterable[Ticket]) -> list[tuple[str, int, int]]:
     """What a rank writes for the others."""
-    return [(each.group, each.number, each.nanoseconds) for each in tickets]
+    return [(each.channel, each.number, each.nanoseconds) for each in tickets]

@@ -23,10 +23,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal.comm.heartbeat import recorder
 from shoal.comm.heartbeat.arrivals import Arrivals, Straggler, sample_of
 from shoal.comm.heartbeat.board import HeartbeatBoard
 from shoal.comm.heartbeat.messages import MessageCounter, count_messages
+from shoal.comm.heartbeat.recorder import group_of
 
 FIRST_STEPS = 3
 """Steps of a worker that may be slow: libraries load, memory is allocated, kernels are chosen."""
@@ -37,7 +40,9 @@ SAMPLE_EVERY = 5.0
 STALL = 5
 """Beats without change after which a rank writes its tickets."""
 MOST_TICKETS = 12
-"""Newest tickets per group on the board."""
+"""Newest tickets per channel on the board."""
+EMPTY: dict[str, Any] = {"counters": {}, "groups": {}, "tickets": []}
+"""The parts of a beat that grow with the world."""
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 8) + 8
 """The signal on which a worker writes the stacks of its threads. No library is known to use it."""
 
@@ -50,7 +55,7 @@ class Heart:
         self.arrivals = Arrivals()
         self._sample = 0
         self.phase, self.step, self.steps_here = "start", 0, 0
-        self.rank, self.num_ranks = index, board.size
+        self.rank = index
         """This rank among those of all hosts, once it has joined them."""
         self.exchanges: Any = None
         """The board on which ranks exchange numbers without a message, if there is one; its waits are counted too."""
@@ -102,17 +107,24 @@ class Heart:
             if with_tickets or self._still == STALL:
                 self._tickets = recorder.tickets()
                 self._newest = _newest(self._tickets)
-            written = {**state, "counters": recorder.exact(counted, self._tickets)}
+            written = {**state, "counters": recorder.exact(counted, self._tickets), **self._about()}
             written |= {"tickets": self._newest, "groups": self._groups(counted)}
-            written |= {**self._who(), "beat": time.monotonic(), "median": self._median()}
-            if not self.board.write(self.index, written):
-                self.board.write(self.index, {**written, "groups": {}, "tickets": self._newest[-4:]})
+            written["total"] = sum(entered + completed for entered, completed in counted.values())
+            for each in (written, only_pending(written), {**written, **EMPTY, "is_partial": True}):
+                if self.board.write(self.index, each):
+                    break
+
+    def _about(self) -> dict[str, Any]:
+        uses_gpu = torch.cuda.is_initialized()
+        return {"beat": time.monotonic(), "median": self._median(), "uses_gpu": uses_gpu, "is_partial": False}
 
     def entered(self) -> dict[str, int]:
         """Axis → collectives that this rank has entered; `board` for the exchanges without a message."""
         counted = self._counters()
         axes = {name: axis for name, (axis, _) in self._groups(counted).items()} | {"board": "board"}
-        return {axes[name]: entered for name, (entered, _) in counted.items() if name in axes}
+        # On GPUs an axis has a counter of gloo and then one of NCCL, which counts its tensors.
+        channels = {name: entered for name, (entered, _) in counted.items() if ":" not in name}
+        return {axes[group_of(name)]: entered for name, entered in channels.items() if group_of(name) in axes}
 
     def begin(self, phase: str) -> str:
         """Enter a phase; returns the one before."""
@@ -131,14 +143,14 @@ class Heart:
         return statistics.median(list(self._step_seconds) or [0.0])
 
     def _counters(self) -> recorder.Counters:
-        counted = {**recorder.counters(self.messages.per_group()), **self.messages.counters()}
+        counted = {**recorder.counters(self.messages.by_device()), **self.messages.counters()}
         if self.exchanges is not None:
             counted["board"] = self.exchanges.posted, self.exchanges.summed
         return counted
 
     def _groups(self, counted: recorder.Counters) -> dict[str, Any]:
         """The groups of the counters. They are listed again when a new one is used."""
-        if any(name.partition(":")[0] not in self._known for name in counted if name != "board"):
+        if any(group_of(name) not in self._known for name in counted if name != "board"):
             self._known = {name: (each.axis, each.ranks) for name, each in recorder.groups().items()}
         return self._known
 
@@ -154,7 +166,13 @@ class Heart:
             samples = {rank: {(group, n): ns for group, n, ns in each["arrived"]} for rank, each in same.items()}
             self.arrivals.add(samples, step_seconds=self._median())
         self._sample = int(time.monotonic() / SAMPLE_EVERY)
-        self.samples.write(self.index, {"number": self._sample, "arrived": sample_of(recorder.tickets())})
+        self.samples.write(self.index, {"number": self._sample, "arrived": sample_of(self._local(recorder.tickets()))})
+
+    def _local(self, tickets: list[recorder.Ticket]) -> list[recorder.Ticket]:
+        """Those of groups whose ranks are all on this host: of others, the last to arrive may be elsewhere."""
+        first = self.rank - self.index
+        here = range(first, first + self.board.size)
+        return [each for each in tickets if all(rank in here for rank in self._known.get(each.group, ("", (-1,)))[1])]
 
     def _run(self) -> None:
         # At multiples of the period, so that all ranks sample at the same time.
@@ -169,20 +187,24 @@ class Heart:
     def _beat_without_counters(self) -> None:
         """Show that this rank lives, and nothing else: then it is never blamed for what it has not entered."""
         with suppress(Exception):
-            state = {"counters": {}, "phase": "unknown", "step": self.step, "tickets": [], "groups": {}}
-            self.board.write(self.index, {**state, **self._who(), "beat": time.monotonic(), "median": self._median()})
+            self.board.write(self.index, {**EMPTY, "phase": "unknown", "step": self.step, **self._about()})
 
-    def _who(self) -> dict[str, int]:
-        return {"rank": self.rank, "num_ranks": self.num_ranks}
+
+def only_pending(beat: dict[str, Any]) -> dict[str, Any]:
+    """A smaller beat: the channels with a pending call alone, and their groups. Large worlds have hundreds."""
+    counters = {name: pair for name, pair in beat["counters"].items() if pair[0] > pair[1]}
+    names = {group_of(name) for name in counters}
+    groups = {name: group for name, group in beat["groups"].items() if name in names}
+    return {**beat, "counters": counters, "groups": groups, "tickets": beat["tickets"][-4:], "is_partial": True}
 
 
 def _newest(tickets: list[recorder.Ticket]) -> list[dict[str, Any]]:
-    """The newest tickets of each group, oldest first."""
+    """The newest tickets of each channel, oldest first."""
     counted: dict[str, int] = {}
     kept = []
     for ticket in reversed(tickets):
-        counted[ticket.group] = counted.get(ticket.group, 0) + 1
-        if counted[ticket.group] <= MOST_TICKETS or not ticket.is_done:
+        counted[ticket.channel] = counted.get(ticket.channel, 0) + 1
+        if counted[ticket.channel] <= MOST_TICKETS or not ticket.is_done:
             kept.append(asdict(ticket))
     return kept[::-1]
 

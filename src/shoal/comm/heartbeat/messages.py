@@ -27,9 +27,12 @@ class MessageCounter:
     def __init__(self) -> None:
         self._entered: dict[tuple[str, int, int], int] = {}
         self._pending: dict[tuple[str, int, int], list[Any]] = {}
+        self._by_device: dict[tuple[str, str], int] = {}
 
-    def note(self, group: dist.ProcessGroup, sender: int, receiver: int, work: Any) -> None:
+    def note(self, group: dist.ProcessGroup, sender: int, receiver: int, work: Any, *, device: str = "cpu") -> None:
         """Count a message that this rank has just started to send or to receive."""
+        key = (group.group_name, device)
+        self._by_device[key] = self._by_device.get(key, 0) + 1
         channel = (group.group_name, sender, receiver)
         self._entered[channel] = self._entered.get(channel, 0) + 1
         pending = self._pending.setdefault(channel, [])
@@ -37,12 +40,9 @@ class MessageCounter:
         if len(pending) > 64:  # no heartbeat has come by
             pending[:] = [each for each in pending if _is_pending(each)]
 
-    def per_group(self) -> dict[str, int]:
-        """Group → messages that this rank has sent and received."""
-        found: dict[str, int] = {}
-        for (group, _, _), entered in list(self._entered.items()):
-            found[group] = found.get(group, 0) + entered
-        return found
+    def by_device(self) -> dict[tuple[str, str], int]:
+        """Group and kind of device → messages that this rank has sent and received."""
+        return dict(self._by_device)
 
     def counters(self) -> dict[str, tuple[int, int]]:
         """Channel → number of entered and of completed messages."""
@@ -71,13 +71,13 @@ def count_messages(counter: MessageCounter) -> Callable[[], None]:
         @functools.wraps(original)
         def call(group: dist.ProcessGroup, tensors: Any, *args: Any, **options: Any) -> Any:
             work = original(group, tensors, *args, **options)
-            me = group.rank()
+            me, device = group.rank(), tensors[0].device.type
             if name == "send":
-                counter.note(group, me, args[0] if args else options["dstRank"], work)
+                counter.note(group, me, args[0] if args else options["dstRank"], work, device=device)
             elif name == "recv":
-                counter.note(group, args[0] if args else options["srcRank"], me, work)
+                counter.note(group, args[0] if args else options["srcRank"], me, work, device=device)
             else:
-                counter.note(group, ANY_SOURCE, me, work)
+                counter.note(group, ANY_SOURCE, me, work, device=device)
             return work
 
         return call

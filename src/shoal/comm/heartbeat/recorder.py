@@ -4,11 +4,14 @@ The recorder sees every collective at the lowest level: those of DDP's and FSDP'
 user's `dist.all_reduce`. It is on by default, also for gloo. A ring holds the last entries. All use of its private
 functions is in this file, and `tests/dist/test_heartbeat.py` notices when they change.
 
-    counters()   group → (entered, completed): 20 µs, so a heartbeat can read it ten times a second
+    counters()   channel → (entered, completed): 20 µs, so a heartbeat can read it ten times a second
     tickets()    the last collectives with operation, sizes and time of arrival: 2 ms for a ring of 64 entries
 
 On gloo an entry stays in the state "scheduled", and its end time stays 0 (torch 2.11 to 2.13): `retired` says whether
 it has ended. Point-to-point messages are not recorded on gloo, but its sequence numbers count them; see `messages`.
+
+A group of `cpu:gloo,cuda:nccl` has two backends, and each numbers its own collectives from 1. So a channel is a backend
+and a group, `nccl/0`.
 """
 
 from __future__ import annotations
@@ -29,8 +32,21 @@ RING_SIZE = "64"
 _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
 _DTYPES |= {"Byte": "uint8", "Int": "int32", "Long": "int64", "Bool": "bool"}
 
+_DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+"""Backend → the function that dumps its recorder."""
+
 Counters = dict[str, tuple[int, int]]
-"""Name of a group → number of its last entered and of its last completed collective, from 1."""
+"""Channel → number of its last entered and of its last completed collective, from 1."""
+
+
+def group_of(channel: str) -> str:
+    """The group of a channel of collectives or of messages.
+
+    >>> group_of("nccl/0"), group_of("0:1>2")
+    ('0', '0')
+    """
+    name = channel.partition(":")[0]
+    return name.partition("/")[2] or name
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +62,12 @@ class Ticket:
     nanoseconds: int
     """When it was entered, on the clock of this machine."""
     is_done: bool
+    backend: str = "gloo"
+
+    @property
+    def channel(self) -> str:
+        """Backend and group, within which its number counts."""
+        return f"{self.backend}/{self.group}"
 
     def inputs(self) -> str:
         """Dtypes and sizes of its inputs.
@@ -64,59 +86,80 @@ def limit_ring() -> None:
     os.environ.setdefault(SIZE_VARIABLE, RING_SIZE)
 
 
-def counters(messages: Mapping[str, int]) -> Counters:
-    """The counters of all groups that have been used. `messages`: group → point-to-point messages of this rank.
+def counters(messages: Mapping[tuple[str, str], int]) -> Counters:
+    """The counters of all channels that have been used. `messages`: group and kind of device → messages of this rank.
 
     The number of pending collectives is not exact: it is 0, or at least 1. The tickets have it.
     """
     found: Counters = {}
     known = {group.group_name: group for group in _groups()}
-    for dumped in _dumps(with_entries=False):
+    for backend, dumped in _dumps(with_entries=False):
         for name, status in dumped.get("pg_status", {}).items():
             entered, completed = (int(status[f"last_{kind}_collective"]) for kind in ("enqueued", "completed"))
             is_pending = entered > completed
-            if name in known and "gloo" in dist.get_backend_config(known[name]):
-                entered = known[name]._get_sequence_number_for_group() - messages.get(name, 0)
-            found[name] = entered, entered - is_pending
+            if devices := _devices(known.get(name), backend):
+                sent = sum(messages.get((name, device), 0) for device in devices)
+                entered = known[name]._get_backend(torch.device(devices[0]))._get_sequence_number_for_group()
+                if backend == "gloo":
+                    entered -= sent
+                elif sent:  # NCCL's status mixes the numbers of messages and of collectives
+                    is_pending = False
+            found[f"{backend}/{name}"] = entered, entered - is_pending
     return found
+
+
+def _devices(group: Any, backend: str) -> list[str]:
+    """The kinds of devices whose tensors a group sends by this backend."""
+    pairs = dist.get_backend_config(group).split(",") if group is not None else []
+    return [device for device, _, name in (pair.partition(":") for pair in pairs) if name == backend]
 
 
 def exact(counted: Counters, recorded: Iterable[Ticket]) -> Counters:
     """The counters with the number of the first pending collective, from the tickets."""
     found = dict(counted)
     for ticket in recorded:
-        if not ticket.is_done and ticket.group in found:
-            entered, completed = found[ticket.group]
-            found[ticket.group] = entered, min(completed, ticket.number - 1)
+        if not ticket.is_done and ticket.channel in found:
+            entered, completed = found[ticket.channel]
+            found[ticket.channel] = entered, min(completed, ticket.number - 1)
     return found
 
 
 def tickets() -> list[Ticket]:
     """The last collectives of this rank, oldest first."""
-    return [_ticket(entry) for dumped in _dumps(with_entries=True) for entry in dumped.get("entries", [])]
+    return [
+        _ticket(entry, backend)
+        for backend, dumped in _dumps(with_entries=True)
+        for entry in dumped.get("entries", [])
+        if not _is_message(entry)
+    ]
 
 
-def _ticket(entry: dict[str, Any]) -> Ticket:
+def _is_message(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry of NCCL is a message, or several: two ranks make it, and its number is not one of the group."""
+    is_batch = entry["profiling_name"].endswith("coalesced") and entry.get("p2p_seq_id", 0) > 0
+    return bool(entry.get("is_p2p")) or is_batch
+
+
+def _ticket(entry: Mapping[str, Any], recorded_by: str) -> Ticket:
+    backend, _, operation = entry["profiling_name"].rpartition(":")
     return Ticket(
         group=entry["process_group"][0],
         number=entry["collective_seq_id"],
-        operation=entry["profiling_name"].rpartition(":")[2],
+        operation=operation,
         dtypes=tuple(entry["input_dtypes"]),
         sizes=tuple(tuple(size) for size in entry["input_sizes"]),
         nanoseconds=entry["time_created_ns"],
         is_done=entry["retired"],
+        backend=backend or recorded_by,
     )
 
 
-def _dumps(*, with_entries: bool) -> Iterator[dict[str, Any]]:
+def _dumps(*, with_entries: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """What the recorders of gloo and of NCCL hold; each has one of its own."""
-    names = ["_dump_fr_trace_json"]
-    if torch.cuda.is_initialized():
-        names.append("_dump_nccl_trace_json")
-    for name in names:
+    for backend, name in _DUMPS.items():
         dump = getattr(torch._C._distributed_c10d, name, None)
-        if dump is not None:
-            yield json.loads(dump(with_entries, False))
+        if dump is not None and (backend == "gloo" or torch.cuda.is_initialized()):
+            yield backend, json.loads(dump(with_entries, False))
 
 
 @dataclass(frozen=True, slots=True)

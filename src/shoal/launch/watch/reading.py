@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ class Reading:
     """The newest heartbeat of a rank. All ages are in seconds."""
 
     counters: Mapping[str, tuple[int, int]]
-    """Channel → last entered, last completed. A channel is a group, a direction between two ranks, or `board`."""
+    """Channel → last entered, last completed. A channel is a backend with a group, a direction between two ranks of a
+    group, or `board`."""
     age: float = 0.0
     """Since the beat."""
     still: float = 0.0
@@ -27,6 +29,9 @@ class Reading:
     groups: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """Group → its axis, its ranks."""
     tickets: tuple[Ticket, ...] = ()
+    uses_gpu: bool = False
+    is_partial: bool = False
+    """Channels without a pending call are left out: a large world has more than fit on the board."""
 
     @classmethod
     def parse(cls, beat: Mapping[str, Any], *, age: float, still: float) -> Reading:
@@ -40,7 +45,14 @@ class Reading:
             median_step=beat["median"],
             groups={name: (axis, tuple(ranks)) for name, (axis, ranks) in beat["groups"].items()},
             tickets=tuple(_ticket(each) for each in beat["tickets"]),
+            uses_gpu=beat.get("uses_gpu", False),
+            is_partial=beat.get("is_partial", False),
         )
+
+
+def progress_of(beat: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The part of a heartbeat that moves while a rank makes progress."""
+    return beat["counters"], beat["phase"], beat["step"], beat.get("total")
 
 
 def _ticket(written: Mapping[str, Any]) -> Ticket:
@@ -81,6 +93,38 @@ def read_state(pid: int) -> ProcessState:
         is_traced=fields[0] == "t" or tracer != "0",
         cpu_seconds=(int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + _seconds_without_core(folder),
     )
+
+
+def cpu_of_descendants(pid: int) -> float:
+    """CPU seconds of the processes that a process has started, and of theirs: of a compiler, of loaders.
+
+    Those that have ended and were waited for are counted by the kernel in the process that waited.
+    """
+    total, left, seen = _cpu(pid, own=False), _children(pid), {pid}
+    while left:
+        child = left.pop()
+        if child not in seen:
+            seen.add(child)
+            total += _cpu(child, own=True)
+            left += _children(child)
+    return total
+
+
+def _cpu(pid: int, *, own: bool) -> float:
+    """CPU seconds of the ended children of a process, and its own."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended meanwhile
+        return 0.0
+    return sum(map(int, fields[11 if own else 13 : 15])) / os.sysconf("SC_CLK_TCK")
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
 
 
 def _seconds_without_core(folder: Path) -> float:

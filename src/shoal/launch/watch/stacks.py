@@ -16,13 +16,14 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from shoal.comm.heartbeat.heart import STACK_SIGNAL
 
 PATIENCE = 2.0
 """Seconds for a worker to write its stacks, which takes it some milliseconds on a machine that is not overloaded."""
-DEBUGGERS = re.compile(r"\b(pdb|bdb|debugpy|_?pydevd\w*|remote_pdb|web_pdb|pudb|ipdb)\b|IPython/terminal/debugger")
+_DEBUGGER_FILES = {"pdb.py", "bdb.py", "pydevd.py", "remote_pdb.py"}
+_DEBUGGER_FOLDERS = {"debugpy", "_pydevd_bundle", "_pydevd_frame_eval", "pydevd", "pudb", "ipdb", "web_pdb"}
 _OWN_THREADS = ("heartbeat/heart.py", "wait_for_the_end")
 _FRAME = re.compile(r'^\s*(?:File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)|(?P<spy>\S.*\(.+:\d+\)))$')
 
@@ -108,7 +109,8 @@ def excerpt(stack: str, most: int = 12) -> str:
 
 def is_debugged(stack: str) -> bool:
     """Whether the main thread is in a debugger, whose user must not lose the process."""
-    return any(DEBUGGERS.search(frame) for frame in main_frames(stack))
+    paths = [PurePath(frame.rpartition("(")[2].rpartition(":")[0]) for frame in main_frames(stack)]
+    return any(path.name in _DEBUGGER_FILES or path.parent.name in _DEBUGGER_FOLDERS for path in paths)
 
 
 def outliers(stacks: Mapping[int, str]) -> list[int]:

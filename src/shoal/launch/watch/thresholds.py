@@ -6,13 +6,16 @@ the measured steps and from `launch.timeout`.
 | the rank                                        | named after                | ended after                  |
 |-------------------------------------------------|----------------------------|------------------------------|
 | stopped by a signal                             | 2 s                        | the same                     |
-| entered another operation, shape or dtype       | 2 s                        | the same                     |
-| sleeps in a step and holds up the others        | max(3 s, 5 median steps)   | the same                     |
+| another operation, shape or dtype in a step     | 2 s                        | the same                     |
+| sleeps in a step and holds up the others        | max(3 s, 5 median steps)   | max(5 s, 10 median steps)    |
+| the same, and uses a GPU                        | max(3 s, 5 median steps)   | 10 times that                |
 | computes in a step and holds up the others      | max(3 s, 5 median steps)   | 10 times that                |
 | blocked in the kernel (a disk, NFS) in a step   | max(3 s, 5 median steps)   | 10 times that                |
 | between two steps, where data is fetched        | max(3 s, 5 median steps)   | nine tenths of the timeout   |
-| in another phase: start, first step, save, ...  | a twentieth of the timeout | the same                     |
+| in another phase: start, first step, save, ...  | a twentieth of the timeout | nine tenths of the timeout   |
 
+A rank computes also if a process that it has started does: a compiler. A host thread that sleeps in a call of a GPU's
+driver is normal, so it has longer. Other operations, shapes or dtypes in another phase have the limits of that phase.
 Nothing is ended later than nine tenths of the timeout: then the collectives of the others would time out, and blame
 whichever neighbour they waited for.
 """
@@ -50,7 +53,7 @@ class Thresholds:
         return max(min(3.0, self.last), self.timeout / 20)
 
     def ended(self, phase: str, median_step: float, *, may_pass: bool) -> float:
-        """After this it is ended. `may_pass`: it computes, or waits for a disk."""
+        """After this it is ended. `may_pass`: it computes, uses a GPU, or waits for a disk."""
         if phase != STEP:
             return self.last
-        return min(self.named(phase, median_step) * (10 if may_pass else 1), self.last)
+        return min(10 * self.named(phase, median_step) if may_pass else max(5.0, 10 * median_step), self.last)

@@ -27,12 +27,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from shoal.comm.heartbeat.recorder import Ticket
+from shoal.comm.heartbeat.messages import ANY_SOURCE
+from shoal.comm.heartbeat.recorder import Ticket, group_of
 from shoal.launch.watch.reading import ProcessState, Reading
-from shoal.launch.watch.thresholds import Thresholds
+from shoal.launch.watch.thresholds import STEP, Thresholds
 
 Kind = Literal["stopped", "mismatch", "gil", "kernel", "never_entered", "order", "network"]
 
@@ -111,9 +112,17 @@ class _Known:
 
     def mismatch(self) -> Verdict | None:
         """Two ranks with different calls under the same number of a group."""
-        if self._still(self.readings) < self.thresholds.stopped:
+        waited = self._still(self.readings)
+        found = find_mismatch(self.readings) if waited >= self.thresholds.stopped else None
+        if found is None:
             return None
-        return find_mismatch(self.readings)
+        phases = {self.readings[rank].phase for ranks, _ in found.versions for rank in ranks}
+        if phases == {STEP}:
+            return found
+        if waited < max(self.thresholds.named(phase, self._median()) for phase in phases):
+            return None
+        phase = sorted(phases - {STEP})[0]
+        return replace(found, is_final=waited >= self.thresholds.last, phase=phase)
 
     def culprit(self) -> Verdict | None:
         """A rank for which others wait, and which waits for none."""
@@ -138,7 +147,8 @@ class _Known:
         """
         late = {late for _, late, _ in edges}
         awake = [rank for rank in late if not self._state(rank).wchan.startswith("futex")]
-        return awake if len(awake) == 1 and len(late) > 1 else []
+        is_one = len(awake) == 1 and len(late) > 1
+        return awake if is_one and not self._may_wait_elsewhere(awake[0]) else []
 
     def _state(self, rank: int) -> ProcessState:
         return self.states.get(rank, ProcessState())
@@ -154,7 +164,7 @@ class _Known:
         if waited < self.thresholds.named(reading.phase, median):
             return None
         is_blocked = state.letter == "D"
-        may_pass = is_blocked or state.letter == "R" or state.busy > BUSY
+        may_pass = is_blocked or reading.uses_gpu or state.letter == "R" or state.busy > BUSY
         kind: Kind = "kernel" if is_blocked else "gil" if reading.age > OLD_BEAT else "never_entered"
         return Verdict(
             kind=kind,
@@ -189,6 +199,8 @@ class _Known:
         members = {rank for rank, _ in stuck}
         if not stuck or members != set(self.readings) or not self._is_late(members):
             return None
+        if any(map(self._may_wait_elsewhere, members)):  # then this call may wait for that one
+            return None
         rank, channel = stuck[0]
         waited = self._still(self.readings)
         phase = self.readings[rank].phase
@@ -198,9 +210,10 @@ class _Known:
         return Verdict(kind="network", rank=rank, call=call, waited=waited, waiting=waiting, is_final=is_final)
 
     def _is_seen(self, channel: str) -> bool:
-        """Whether all ranks of a channel are watched: none has ended, or is on another host."""
+        """Whether all ranks of a channel are watched: none has ended, is on another host, or may be any rank."""
         ranks = self._ranks(channel)
-        return bool(ranks) and all(rank in self.readings for rank in ranks)
+        is_any = f":{ANY_SOURCE}>" in channel
+        return bool(ranks) and not is_any and all(rank in self.readings for rank in ranks)
 
     def _is_late(self, ranks: Iterable[int]) -> bool:
         limit = max(self.thresholds.named(self.readings[rank].phase, self._median()) for rank in ranks)
@@ -232,7 +245,8 @@ class _Known:
 
     def _is_behind(self, rank: int, channel: str, number: int) -> bool:
         reading = self.readings[rank]
-        return reading.phase != UNKNOWN and self._entered(rank, channel) < number
+        is_known = channel in reading.counters or not reading.is_partial
+        return reading.phase != UNKNOWN and is_known and self._entered(rank, channel) < number
 
     def _entered(self, rank: int, channel: str) -> int:
         return self.readings[rank].counters.get(channel, (0, 0))[0]
@@ -245,7 +259,7 @@ class _Known:
         """The ranks of a channel; empty: they are not known."""
         if channel == "board":  # of ranks on one host
             return tuple(self.readings)
-        name, _, ends = channel.partition(":")
+        name, ends = group_of(channel), channel.partition(":")[2]
         ranks = next((each.groups[name][1] for each in self.readings.values() if name in each.groups), ())
         if ends:
             places = [int(place) for place in ends.split(">")]
@@ -265,14 +279,14 @@ class _Known:
 
     def _call(self, channel: str, rank: int) -> Call:
         number = self._first_pending(rank, channel)
-        name, _, ends = channel.partition(":")
+        name, ends = group_of(channel), channel.partition(":")[2]
         reading = self.readings[rank]
         axis = reading.groups.get(name, (f"group {name}", ()))[0]
         if ends:
             members = reading.groups.get(name, ("", ()))[1]
             sender, receiver = (members[int(place)] if members else place for place in ends.split(">"))
             return Call(channel=channel, number=number, axis=axis, operation=f"message {sender} to {receiver}")
-        ticket = next((each for each in reading.tickets if (each.group, each.number) == (name, number)), None)
+        ticket = next((each for each in reading.tickets if (each.channel, each.number) == (channel, number)), None)
         if ticket is None:
             return Call(channel=channel, number=number, axis=axis, operation="collective")
         return _call_of(ticket, reading)
@@ -297,7 +311,7 @@ def call_of_waiting(readings: Mapping[int, Reading], late: int) -> Call | None:
 
 def _call_of(ticket: Ticket, reading: Reading) -> Call:
     axis = reading.groups.get(ticket.group, (f"group {ticket.group}", ()))[0]
-    channel, number, operation = ticket.group, ticket.number, ticket.operation
+    channel, number, operation = ticket.channel, ticket.number, ticket.operation
     return Call(channel=channel, number=number, axis=axis, operation=operation, inputs=ticket.inputs())
 
 
@@ -306,7 +320,7 @@ def find_mismatch(readings: Mapping[int, Reading]) -> Verdict | None:
     by_number: dict[tuple[int, str], dict[int, Ticket]] = {}
     for rank, reading in readings.items():
         for ticket in reading.tickets:
-            by_number.setdefault((ticket.number, ticket.group), {})[rank] = ticket
+            by_number.setdefault((ticket.number, ticket.channel), {})[rank] = ticket
     for _, tickets in sorted(by_number.items()):
         calls = {rank: _comparable(ticket) for rank, ticket in tickets.items()}
         versions = _versions(calls)

@@ -16,12 +16,17 @@ from typing import Any
 from shoal.comm.heartbeat.board import HeartbeatBoard
 from shoal.errors import Problem
 from shoal.launch.failure import Failure
-from shoal.launch.watch.reading import ProcessState, Reading, read_state
+from shoal.launch.watch.reading import ProcessState, Reading, cpu_of_descendants, progress_of, read_state
 from shoal.launch.watch.report import problem_of
 from shoal.launch.watch.stacks import excerpt, is_debugged, outliers, stack_of
 from shoal.launch.watch.thresholds import Thresholds
 from shoal.launch.watch.verdict import Verdict, call_of_waiting, find_mismatch, verdict
 from shoal.launch.worker import heartbeat_path, stack_path
+
+SUSPECT = 0.5
+"""Seconds without progress from which the descendants of a rank are read."""
+ASK_AGAIN = 30.0
+"""Seconds after which it is checked whether a rank is still in a debugger."""
 
 
 @dataclass(slots=True)
@@ -34,6 +39,8 @@ class _Seen:
     beat_at: float = 0.0
     cpu: float = 0.0
     """CPU seconds at the last change."""
+    helpers: tuple[float, float] | None = None
+    """Clock and CPU seconds of its descendants when a stall was first suspected."""
     stopped: float = 0.0
 
 
@@ -43,7 +50,10 @@ class Watcher:
 
     directory: Path
     board: HeartbeatBoard
+    first_rank: int
+    """The rank, among those of all hosts, of the first worker of this one."""
     num_ranks: int
+    """Of all hosts."""
     thresholds: Thresholds
     turn: float
     clock: float = 0.0
@@ -51,14 +61,18 @@ class Watcher:
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _named: tuple[Any, ...] = ()
     """The last verdict that was reported without ending the rank."""
-    _indices: dict[int, int] = field(default_factory=dict)
-    """Rank among those of all hosts → number on this host."""
+    _debugged_until: float = 0.0
+    """On the clock: until then, the stack of a rank that was in a debugger is not read again."""
 
     @classmethod
-    def start(cls, directory: Path, num_ranks: int, *, timeout: float, turn: float) -> Watcher | None:
-        """Create the board of heartbeats; None if there is no room for it."""
-        board = HeartbeatBoard.create(heartbeat_path(directory), num_ranks)
-        return None if board is None else cls(directory, board, num_ranks, Thresholds(timeout), turn)
+    def start(
+        cls, directory: Path, num_local: int, *, timeout: float, turn: float, first_rank: int = 0, num_ranks: int = 0
+    ) -> Watcher | None:
+        """Create the board of heartbeats; None if there is no room for it. `num_ranks` 0: there is one host."""
+        board = HeartbeatBoard.create(heartbeat_path(directory), num_local)
+        if board is None:
+            return None
+        return cls(directory, board, first_rank, num_ranks or num_local, Thresholds(timeout), turn)
 
     def look(self, pids: Mapping[int, int]) -> Failure | None:
         """Look at all running workers, by their number on this host; return the failure of one that is to be ended."""
@@ -68,45 +82,56 @@ class Watcher:
         beats = {index: beat for index in pids if (beat := self.board.read(index)) is not None}
         if len(beats) < len(pids):  # a worker has not started to beat
             return None
-        self._indices = {beat["rank"]: index for index, beat in beats.items()}
         readings, states = {}, {}
-        for rank, index in self._indices.items():
-            states[rank], readings[rank] = self._look_at(index, pids[index], beats[index])
-            self.num_ranks = beats[index]["num_ranks"]
+        for index, beat in beats.items():
+            rank = self.first_rank + index
+            states[rank], readings[rank] = self._look_at(index, pids[index], beat)
         found = verdict(readings, states, self.thresholds)
-        return None if found is None else self._act(found, {rank: pids[index] for rank, index in self._indices.items()})
+        return None if found is None else self._act(found, {self.first_rank + index: pids[index] for index in pids})
 
     def _look_at(self, index: int, pid: int, beat: dict[str, Any]) -> tuple[ProcessState, Reading]:
         seen = self._seen.setdefault(index, _Seen(changed=self.clock, beat_at=self.clock))
         state = read_state(pid)
         if beat["beat"] != seen.beat:
             seen.beat, seen.beat_at = beat["beat"], self.clock
-        now = (beat["counters"], beat["phase"], beat["step"])
+        now = progress_of(beat)
         if now != seen.state:
-            seen.state, seen.changed, seen.cpu = now, self.clock, state.cpu_seconds
+            seen.state, seen.changed, seen.cpu, seen.helpers = now, self.clock, state.cpu_seconds, None
         seen.stopped = seen.stopped + self.turn if state.letter == "T" else 0.0
         still = self.clock - seen.changed
         busy = (state.cpu_seconds - seen.cpu) / still if still > 0 else 0.0
+        busy += self._busy_helpers(seen, pid) if still >= SUSPECT else 0.0
         reading = Reading.parse(beat, age=self.clock - seen.beat_at, still=still)
         return replace(state, busy=busy, stopped=seen.stopped), reading
+
+    def _busy_helpers(self, seen: _Seen, pid: int) -> float:
+        """The fraction of the time in which the descendants of a rank computed, since it was suspected to hang."""
+        cpu = cpu_of_descendants(pid)
+        since, before = seen.helpers = seen.helpers or (self.clock, cpu)
+        return (cpu - before) / (self.clock - since) if self.clock > since else 0.0
 
     def _act(self, found: Verdict, pids: Mapping[int, int]) -> Failure | None:
         """Name the rank once, and return its failure if it is to be ended."""
         key = (found.kind, found.rank, found.call)
         if not found.is_final and key == self._named:
             return None
+        if self.clock < self._debugged_until and found.waited < self.thresholds.timeout:
+            return None
+        before = self._progress(pids)
         if found.kind in ("order", "network"):
             found = self._by_stacks(found, pids)
         stack = stack_of(pids[found.rank], self._stack_path(found.rank), is_stopped=found.kind == "stopped")
-        if is_debugged(stack):
-            self._named = key
+        if found.waited < self.thresholds.timeout and is_debugged(stack):
+            self._named, self._debugged_until = key, self.clock + ASK_AGAIN
+            return None
+        if found.is_final and self._has_moved(found, before, pids):
             return None
         words = self._words(found)
         details = f"  stack of rank {found.rank}:{excerpt(stack)}" if stack else ""
         if found.is_final:
             return Failure(
                 code=words.code,
-                rank=self._indices[found.rank],
+                rank=found.rank - self.first_rank,
                 at=time.monotonic(),
                 what=words.what.removeprefix(f"rank {found.rank} of {self.num_ranks} "),
                 details=details,
@@ -118,6 +143,22 @@ class Watcher:
         what = f"{words.what}\n{details}" if details else words.what
         print(f"shoal: {replace(words, what=what)}", file=sys.stderr, flush=True)
         return None
+
+    def _progress(self, pids: Mapping[int, int]) -> list[Any]:
+        beats = [self.board.read(rank - self.first_rank) for rank in sorted(pids)]
+        return [progress_of(beat) for beat in beats if beat is not None]
+
+    def _has_moved(self, found: Verdict, before: list[Any], pids: Mapping[int, int]) -> bool:
+        """Whether a rank made progress while stacks were read, which may take seconds.
+
+        A stopped rank was continued for its stack and stopped again, which takes a moment. So its state decides.
+        """
+        if found.kind == "stopped":
+            deadline = time.monotonic() + 1.0
+            while (letter := read_state(pids[found.rank]).letter) != "T" and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return letter != "T"
+        return self._progress(pids) != before
 
     def _words(self, found: Verdict) -> Problem:
         return problem_of(found, num_ranks=self.num_ranks, timeout=self.thresholds.timeout)
@@ -137,22 +178,20 @@ class Watcher:
         if not (failure.is_echo or failure.is_sudden):
             return failure
         beats = {index: beat for index in range(self.board.size) if (beat := self.board.read(index)) is not None}
-        self._indices = {beat["rank"]: index for index, beat in beats.items()}
-        readings = {beat["rank"]: Reading.parse(beat, age=0.0, still=0.0) for beat in beats.values()}
+        readings = {self.first_rank + index: Reading.parse(beat, age=0.0, still=0.0) for index, beat in beats.items()}
         if found := find_mismatch(readings):
             words = self._words(found)
             stack = self._left_stack(found.rank)
             return Failure(
                 code=words.code,
-                rank=self._indices[found.rank],
+                rank=found.rank - self.first_rank,
                 at=failure.at,
                 what=words.what.removeprefix(f"rank {found.rank} of {self.num_ranks} "),
                 details=stack,
                 is_sudden=True,
                 fix=words.fix,
             )
-        ranks = {index: rank for rank, index in self._indices.items()}
-        call = call_of_waiting(readings, ranks.get(failure.rank, failure.rank))
+        call = call_of_waiting(readings, self.first_rank + failure.rank)
         return replace(failure, what=f"{failure.what}, while others were in {call}") if call else failure
 
     def _left_stack(self, rank: int) -> str:
@@ -164,4 +203,4 @@ class Watcher:
         return f"  stack of rank {rank}:{stack}" if stack else ""
 
     def _stack_path(self, rank: int) -> Path:
-        return stack_path(self.directory, self._indices[rank])
+        return stack_path(self.directory, rank - self.first_rank)

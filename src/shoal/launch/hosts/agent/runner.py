@@ -117,6 +117,8 @@ def run_workers(place: HostPlace, work: Work, send: Callable[[Message], None]) -
             grace=GRACE,
             grace_period=work.grace_period,
             timeout=work.timeout,
+            first_rank=place.first_rank,
+            world_size=place.world_size,
             report=report,
             report_saved=report_saved,
         )
