@@ -376,9 +376,14 @@ def test_a_stopped_rank_that_was_continued_for_its_stack_is_ended(
 
 def test_a_rank_in_a_debugger_is_left_alone_until_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
-    watcher.turn, reads = 1000.0, []
-    monkeypatch.setattr("shoal.launch.watch.watcher.stack_of", lambda *args, **options: reads.append(0) or in_pdb)
-    in_pdb = FAULTHANDLER.replace("/x/model.py", "/usr/lib/python3.11/pdb.py")
+    watcher.turn = 1000.0
+    reads: list[int] = []
+
+    def read_stack(pid: int, *args: Any, **options: Any) -> str:
+        reads.append(pid)
+        return FAULTHANDLER.replace("/x/model.py", "/usr/lib/python3.11/pdb.py")
+
+    monkeypatch.setattr("shoal.launch.watch.watcher.stack_of", read_stack)
     assert look_later(watcher, 40.0) is None
     assert look_later(watcher, 1.0) is None
     assert len(reads) == 1
