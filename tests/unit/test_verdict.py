@@ -435,6 +435,25 @@ def test_a_torn_write_leaves_the_state_before(tmp_path: Path) -> None:
     assert not board.write(0, {"text": "x" * 2**16})
 
 
+def test_the_recorder_is_read_only_while_nothing_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read beside the first collective of a group crashes the process."""
+    board = HeartbeatBoard.create(tmp_path / "board", 1)
+    assert board is not None
+    heart = Heart(board, board, index=0, stack_file=tmp_path / "stacks")
+    reads: list[int] = []
+    monkeypatch.setattr(recorder, "counters", lambda messages: reads.append(len(pending)) or {"gloo/0": (7, 6)})
+    monkeypatch.setattr(recorder, "tickets", list)
+    numbers = [1, 2, 3, 4, 5, 6, *[7] * 15, 8, 9]
+    pending: list[int] = []
+    for number in numbers:
+        heart._entered = lambda number=number: {"gloo/0": number}  # type: ignore[method-assign]
+        heart.beat()
+        entered, completed = board.read(0)["counters"]["gloo/0"]  # type: ignore[index]
+        pending.append(entered - completed)
+    assert reads == [9, 19]
+    assert pending == [0] * 9 + [1] * 12 + [0] * 2
+
+
 @pytest.mark.parametrize(("num_pending", "left"), [(0, 0), (2, 2), (3000, 0)])
 def test_a_beat_of_a_large_world_fits_on_the_board(tmp_path: Path, num_pending: int, left: int) -> None:
     board = HeartbeatBoard.create(tmp_path / "board", 1)
@@ -442,7 +461,7 @@ def test_a_beat_of_a_large_world_fits_on_the_board(tmp_path: Path, num_pending: 
     heart = Heart(board, board, index=0, stack_file=tmp_path / "stacks")
     channels = {f"gloo/{name}": (7, 7 - (name < num_pending)) for name in range(3000)}
     heart._known = {str(name): ("dp", tuple(range(8))) for name in range(3000)}
-    heart._counters = lambda: channels  # type: ignore[method-assign]
+    heart._own_counters = lambda: channels  # type: ignore[method-assign]
     heart.step = 5
     heart.beat()
     beat = board.read(0)

@@ -1,7 +1,7 @@
 """The heartbeat of a worker: a thread that writes its counters, phase and step to shared memory, ten times a second.
 
-    ─ beat ── beat ── beat ── ... ── beat ── tickets ── beat ──
-        │ counters move: training        │ a collective is pending and nothing moves: write which, with its sizes
+    ─ beat ── beat ── beat ── ... ── beat ── recorder ── tickets ── beat ──
+        │ counters move: training        │ nothing moves: read what is pending, and then write it with its sizes
 
 The thread needs Python's lock (the GIL). So a beat that stays out shows that something holds it. A beat costs about
 80 µs, 0.1 % of the time. The tickets with sizes cost 2 ms, and are read only in a stall, after a failure, and every few
@@ -37,6 +37,8 @@ PERIOD = 0.1
 """Seconds between two beats."""
 SAMPLE_EVERY = 5.0
 """Seconds between two samples of arrivals, which cost 2 ms."""
+LOOK, LOOK_AGAIN = 3, 10
+"""Beats without change after which the recorder is read, and from then on between two reads."""
 STALL = 5
 """Beats without change after which a rank writes its tickets."""
 MOST_TICKETS = 12
@@ -65,6 +67,7 @@ class Heart:
         self._known: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
         self._still = 0
+        self._recorded: recorder.Counters = {}
         self._tickets: list[recorder.Ticket] = []
         self._newest: list[dict[str, Any]] = []
         self._lock = threading.RLock()
@@ -98,12 +101,17 @@ class Heart:
     def beat(self, *, with_tickets: bool = False) -> None:
         """Write the state of this rank."""
         with self._lock:
-            counted = self._counters()
-            state = {"counters": counted, "phase": self.phase, "step": self.step}
-            self._still = self._still + 1 if state == self._last else 0
+            own, entered = self._own_counters(), self._entered()
+            moving = {"entered": entered, "own": own, "phase": self.phase, "step": self.step}
+            self._still = self._still + 1 if moving == self._last else 0
             if self._still == 0:
                 self._tickets, self._newest = [], []
-            self._last = state
+                self._recorded = {channel: (number, number) for channel, number in entered.items()}
+            self._last = moving
+            if with_tickets or (self._still >= LOOK and (self._still - LOOK) % LOOK_AGAIN == 0):
+                self._recorded = recorder.counters(self.messages.by_device())
+            counted = {**self._recorded, **own}
+            state = {"counters": counted, "phase": self.phase, "step": self.step}
             if with_tickets or self._still == STALL:
                 self._tickets = recorder.tickets()
                 self._newest = _newest(self._tickets)
@@ -120,7 +128,7 @@ class Heart:
 
     def entered(self) -> dict[str, int]:
         """Axis → collectives that this rank has entered; `board` for the exchanges without a message."""
-        counted = self._counters()
+        counted = {channel: (number, number) for channel, number in self._entered().items()} | self._own_counters()
         axes = {name: axis for name, (axis, _) in self._groups(counted).items()} | {"board": "board"}
         # On GPUs an axis has a counter of gloo and then one of NCCL, which counts its tensors.
         channels = {name: entered for name, (entered, _) in counted.items() if ":" not in name}
@@ -142,8 +150,13 @@ class Heart:
     def _median(self) -> float:
         return statistics.median(list(self._step_seconds) or [0.0])
 
-    def _counters(self) -> recorder.Counters:
-        counted = {**recorder.counters(self.messages.by_device()), **self.messages.counters()}
+    def _entered(self) -> dict[str, int]:
+        """What moves while a rank makes progress."""
+        return recorder.entered(self.messages.by_device())
+
+    def _own_counters(self) -> recorder.Counters:
+        """Those that the recorder does not have: messages between two ranks, and exchanges without a message."""
+        counted = self.messages.counters()
         if self.exchanges is not None:
             counted["board"] = self.exchanges.posted, self.exchanges.summed
         return counted

@@ -4,11 +4,16 @@ The recorder sees every collective at the lowest level: those of DDP's and FSDP'
 user's `dist.all_reduce`. It is on by default, also for gloo. A ring holds the last entries. All use of its private
 functions is in this file, and `tests/dist/test_heartbeat.py` notices when they change.
 
-    counters()   channel → (entered, completed): 20 µs, so a heartbeat can read it ten times a second
+    entered()    channel → number of its last collective, from the groups themselves, without the recorder
+    counters()   channel → (entered, completed): 20 µs
     tickets()    the last collectives with operation, sizes and time of arrival: 2 ms for a ring of 64 entries
 
 On gloo an entry stays in the state "scheduled", and its end time stays 0 (torch 2.11 to 2.13): `retired` says whether
 it has ended. Point-to-point messages are not recorded on gloo, but its sequence numbers count them; see `messages`.
+
+At the first collective of a group, torch adds that group to the recorder without its lock. A thread that reads the
+recorder at this moment crashes the process (torch 2.13: seen in one of 700 starts with ten reads a second). So
+`counters` and `tickets` are for a rank that has not entered anything for a while.
 
 A group of `cpu:gloo,cuda:nccl` has two backends, and each numbers its own collectives from 1. So a channel is a backend
 and a group, `nccl/0`.
@@ -84,6 +89,21 @@ class Ticket:
 def limit_ring() -> None:
     """Set the size of the ring, unless the user has; before the first group is made."""
     os.environ.setdefault(SIZE_VARIABLE, RING_SIZE)
+
+
+def entered(messages: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    """Channel → number of its last entered collective, from the groups themselves. Safe at any time."""
+    found: dict[str, int] = {}
+    for group in _groups():
+        for backend in _DUMPS:
+            if devices := _devices(group, backend):
+                number = group._get_backend(torch.device(devices[0]))._get_sequence_number_for_group()
+                sent = (
+                    sum(messages.get((group.group_name, device), 0) for device in devices) if backend == "gloo" else 0
+                )
+                if number - sent > 0:
+                    found[f"{backend}/{group.group_name}"] = number - sent
+    return found
 
 
 def counters(messages: Mapping[tuple[str, str], int]) -> Counters:
