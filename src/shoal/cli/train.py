@@ -66,7 +66,7 @@ class Train:
     """Hosts and their ranks: a:8,b:8, or a file with lines like `a slots=8`. None: this machine."""
 
     min_hosts: int | None = None
-    """Continue with so many of --hosts when others are lost, until they are back. None: wait for all."""
+    """The least number of hosts to continue with when others are lost, until they return. None: wait for all."""
 
     ssh: str | None = None
     """The command that runs another one on {host}. None: SHOAL_SSH, or ssh. none: `shoal agent` is started there."""

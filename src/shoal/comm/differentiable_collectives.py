@@ -21,8 +21,8 @@ from torch import Tensor
 from shoal.comm.autograd_function import as_output, differentiable_once
 from shoal.comm.collectives import all_gather, all_reduce, join, my_part, reduce_scatter
 
-TOKENS = -2
-"""The dim along which the tokens of an activation are divided; the last dim is the features."""
+TOKENS, FEATURES = -2, -1
+"""The dims of an activation along which it is divided."""
 
 
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -47,22 +47,22 @@ def scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def gather_last(x: Tensor, group: dist.ProcessGroup, total: int) -> Tensor:
     """Gather the features of all ranks, `total` in all."""
-    return _applied(_GatherLast, x, group, total)
+    return _applied(_Join, x, FEATURES, group, total)
 
 
 def scatter_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return my features of a replicated tensor."""
-    return _applied(_ScatterLast, x, group)
+    return _applied(_Divide, x, FEATURES, group)
 
 
 def divide_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return my tokens of a replicated tensor."""
-    return _applied(_DivideTokens, x, group)
+    return _applied(_Divide, x, TOKENS, group)
 
 
 def join_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather the tokens of all ranks into a replicated tensor."""
-    return _applied(_JoinTokens, x, group)
+    return _applied(_Join, x, TOKENS, group, x.shape[TOKENS] * group.size())
 
 
 def _applied(function: Any, *arguments: Any) -> Tensor:
@@ -124,57 +124,29 @@ class _ScatterTokens(torch.autograd.Function):
         return all_gather(grads[0], TOKENS, ctx.group), None
 
 
-class _GatherLast(torch.autograd.Function):
-    """Forward: the features of all ranks. Backward: my own; every rank computes the same loss from all of them."""
+class _Join(torch.autograd.Function):
+    """Forward: the parts of all ranks along a dim. Backward: my own; every rank computes the same loss from all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, total: int) -> Tensor:
-        ctx.group = group
-        return as_output(join(x, -1, group, total))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        differentiable_once()
-        return my_part(grads[0], -1, ctx.group), None, None
-
-
-class _ScatterLast(torch.autograd.Function):
-    """Forward: my features of all. Backward: the gradients of the features of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.total = group, x.shape[-1]
-        return my_part(x, -1, group).contiguous()
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup, total: int) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return as_output(join(x, dim, group, total))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
-        return join(grads[0], -1, ctx.group, ctx.total), None
+        return my_part(grads[0], ctx.dim, ctx.group).contiguous(), None, None, None
 
 
-class _DivideTokens(torch.autograd.Function):
-    """Forward: my tokens of all. Backward: the gradients of the tokens of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return my_part(x, TOKENS, group).contiguous()
+class _Divide(torch.autograd.Function):
+    """Forward: my part of a replicated tensor along a dim. Backward: the gradients of the parts of all ranks."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        differentiable_once()
-        return all_gather(grads[0], TOKENS, ctx.group), None
-
-
-class _JoinTokens(torch.autograd.Function):
-    """Forward: the tokens of all ranks. Backward: my own; every rank computes the same from all of them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return as_output(all_gather(x, TOKENS, group))
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group, ctx.total = dim, group, x.shape[dim]
+        return my_part(x, dim, group).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
-        return my_part(grads[0], TOKENS, ctx.group).contiguous(), None
+        return join(grads[0], ctx.dim, ctx.group, ctx.total), None, None

@@ -58,7 +58,7 @@ class DataSection(Section):
     dataset, and hold its tokens in memory (docs/data.md)."""
 
     streaming_tokens: PositiveInt | None = None
-    """Under `streaming`, take the first so many tokens. None: all."""
+    """Under `streaming`, the number of tokens to take. None: all."""
 
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """The dtype of tokens in a `.bin` file."""

@@ -198,13 +198,13 @@ def _sign(lock: BinaryIO, command: str) -> None:
     """Write into the lock which command holds it: another run of the same recipe may be beside it."""
     if not command:
         return
-    with suppress(OSError):  # a full disk; the lock holds without it. Unbuffered: nothing is left for its close
+    with suppress(OSError):  # a full disk: the lock works without it. Unbuffered, so that `close` cannot fail
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), command.encode())
 
 
 def _claimed_by(recipe: Recipe, command: str) -> Path | None:
-    """The directory that a command has claimed before; None: it has not come that far."""
+    """The directory that a command has claimed before; None: it has claimed none."""
     for path in _existing(recipe):
         with suppress(OSError):
             if command and read_regular(path / "lock", MOST_COMMAND) == command.encode():

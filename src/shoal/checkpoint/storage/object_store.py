@@ -13,7 +13,8 @@ from typing import Any
 
 from shoal.blueprint.faults import Faults
 from shoal.checkpoint.storage.filesystem import Filesystem
-from shoal.errors import ShoalError, nearest
+from shoal.errors import ShoalError
+from shoal.url_filesystem import nearest_protocol, url_filesystem
 
 LOCAL = ("file", "local")
 """Protocols of the local disk, which guarantees more than fsspec requires."""
@@ -26,18 +27,11 @@ def filesystem_at(where: str | Path) -> tuple[Filesystem, Path]:
         return Filesystem(), Path(where)
     if protocol in LOCAL:
         return Filesystem(), Path(rest)
-    import fsspec  # type: ignore[import-untyped]  # some 0.1 s, only where it is needed
-
     try:
-        system, path = fsspec.core.url_to_fs(str(where))
-    except ImportError as error:
-        package = getattr(error.__cause__, "name", None) or protocol
-        raise ShoalError(
-            f"{where} needs the package {package}: {error}", fix=f"pip install {package}", code="R027"
-        ) from error
-    except ValueError as error:
-        near = nearest(protocol, fsspec.available_protocols())
-        raise ShoalError(f"{where} cannot be opened: {error}", fix=f"{near or 's3'}://...", code="C016") from error
+        system, path = url_filesystem(str(where))
+    except LookupError as error:
+        fix = f"{nearest_protocol(str(where))}://..."
+        raise ShoalError(f"{where} cannot be opened: {error}", fix=fix, code="C016") from error
     return ObjectStore(system), Path(path)
 
 

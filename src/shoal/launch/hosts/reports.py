@@ -51,7 +51,7 @@ def encoded(message: dict[str, Any]) -> bytes:
 
 
 def _cut(value: Any, most: int) -> Any:
-    """A value whose texts have at most so many characters."""
+    """Shorten the texts of a value to `most` characters."""
     if isinstance(value, str) and len(value) > most:
         return f"{value[: most // 2]} [...] {value[-most // 2 :]}"
     if isinstance(value, dict):

@@ -67,7 +67,7 @@ def quantize_base(model: Model) -> Model:
         made.packed = pack(weight)
         made.__class__ = QuantizedLoRA
         made.weight = None
-        weight.data = weight.new_empty(0)  # free its memory, whoever else holds the parameter
+        weight.data = weight.new_empty(0)  # free its memory although others may reference the parameter
     return model
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.data.sources.remote.listing import Listing, RemoteFile
-from shoal.errors import ShoalError, nearest
+from shoal.errors import ShoalError
+from shoal.url_filesystem import nearest_protocol, url_filesystem
 
 VERSIONS = ("ETag", "etag", "version_id", "generation", "LastModified", "last_modified", "mtime", "created")
 """Keys of fsspec's file systems, best first."""
@@ -18,21 +19,11 @@ class ObjectStore:
     """A file system of fsspec."""
 
     def __init__(self, url: str) -> None:
-        import fsspec  # type: ignore[import-untyped]  # some 0.1 s, only where it is needed
-
-        protocol = url.partition("://")[0]
         try:
-            self._system, self._path = fsspec.core.url_to_fs(url)
-        except ImportError as error:
-            package = getattr(error.__cause__, "name", None) or protocol
-            raise ShoalError(
-                f"{url} needs the package {package}: {error}", fix=f"pip install {package}", code="R027"
-            ) from error
-        except ValueError as error:
-            near = nearest(protocol, fsspec.available_protocols())
-            raise ShoalError(
-                f"{url} cannot be read: {error}", fix=f"--data.source {near or 's3'}://...", code="D091"
-            ) from error
+            self._system, self._path = url_filesystem(url)
+        except LookupError as error:
+            fix = f"--data.source {nearest_protocol(url)}://..."
+            raise ShoalError(f"{url} cannot be read: {error}", fix=fix, code="D091") from error
 
     def list(self) -> Listing:
         """The file, all files below the folder, or all that a pattern matches."""
