@@ -30,6 +30,8 @@ SECONDS_TO_NOTE = 8.0
 """Seconds after which hosts that have not joined are named."""
 FENCE = 1.0
 """Seconds after a host is lost before a generation without it starts."""
+SETTLE = 0.5
+"""Seconds after the first agent that cannot be started in which others may fail, too."""
 REVIVAL = 5.0
 """Seconds between two attempts to start the agent of a lost host."""
 
@@ -170,14 +172,19 @@ class Coordinator:
     def _check_commands(self, missing: Sequence[Member]) -> None:
         """Raise if an agent cannot be started. After a loss, the host may need minutes, and it is tried again."""
         for member in missing:
-            command = self.commands.get(member)
-            if command is None or member.is_here:
-                continue
-            command.read()
-            if command.process.poll() is not None and self.number < 0:
-                raise why_ended(command)
+            if member in self.commands and not member.is_here:
+                self.commands[member].read()
+        ended = [member for member in missing if self._has_failed_to_start(member)]
+        if ended and self.number < 0:
+            self.pause(SETTLE)  # mistakes in a list of hosts come in numbers: all are reported at once
+            errors = [why_ended(self.commands[member]) for member in missing if self._has_failed_to_start(member)]
+            raise ShoalError(*(problem for error in errors for problem in error.problems))
         if self.number >= 0:
             self.revive()
+
+    def _has_failed_to_start(self, member: Member) -> bool:
+        command = self.commands.get(member)
+        return command is not None and not member.is_here and command.process.poll() is not None
 
     def _waiting_for(self, missing: Sequence[Member]) -> str:
         names = ", ".join(member.name for member in missing)

@@ -19,6 +19,7 @@ from shoal.errors import Problem, ShoalError
 from shoal.launch.hosts.hostlist import HostSpec, called
 from shoal.launch.hosts.messages import BEAT, PROCESS_SILENCE, Channel, Ended, Message, Stranger, WrongKey
 from shoal.launch.hosts.output import Lines
+from shoal.launch.hosts.reports import plain_error
 from shoal.launch.hosts.versions import MUST_AGREE, facts
 
 TURN = 0.1
@@ -267,10 +268,11 @@ class Members:
         member = next((each for each in self.members if each.spec is found), None)
         if member is None:
             names = ", ".join(each.name for each in self.members)
-            why = f"an agent on {address} calls itself {name[:80]!r}, but --hosts has {names}"
-            return self._send_away(channel, why)
+            what = f"an agent on {address} calls itself {name[:80]!r}, but --hosts has {names}"
+            fix = f"shoal agent --join ... --name {self.members[0].name}, or another name of --hosts"
+            return self._send_away(channel, Problem("N070", what, fix))
         if (problem := _other_version(member, hello)) is not None:
-            self._send_away(channel, problem.what)
+            self._send_away(channel, problem)
             if not self.has_begun:
                 raise ShoalError(problem)
             return []
@@ -281,13 +283,16 @@ class Members:
     def _replace(self, member: Member, address: str) -> Event:
         """Lose the connection of a member whose agent has connected again, before the end of the old one was seen."""
         self.say(f"a new agent of host {member.name} on {address} takes the place of the one on {member.address}")
-        self.send([member], {"do": "leave"})  # else two agents would take each other's place for ever
+        what = f"a new agent of host {member.name} on {address} has taken the place of this one"
+        gone = Problem("N071", what, "one agent a host; end the other one, and start this one again")
+        # It has to leave: else two agents would take each other's place for ever.
+        self.send([member], {"do": "leave", "error": plain_error(ShoalError(gone))})
         return self.lose(member, f"another agent of it has joined from {address}")
 
-    def _send_away(self, channel: Channel, why: str) -> list[Event]:
-        self.say(f"{why}: it was sent away")
+    def _send_away(self, channel: Channel, why: Problem) -> list[Event]:
+        self.say(f"{why.what}: it was sent away")
         with contextlib.suppress(Ended):
-            channel.send({"do": "leave"})
+            channel.send({"do": "leave", "error": plain_error(ShoalError(why))})
         channel.close()
         return []
 
