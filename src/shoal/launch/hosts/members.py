@@ -284,15 +284,15 @@ class Members:
         """Lose the connection of a member whose agent has connected again, before the end of the old one was seen."""
         self.say(f"a new agent of host {member.name} on {address} takes the place of the one on {member.address}")
         what = f"a new agent of host {member.name} on {address} has taken the place of this one"
-        gone = Problem("N071", what, "one agent a host; end the other one, and start this one again")
+        problem = Problem("N071", what, "one agent a host; end the other one, and start this one again")
         # It has to leave: else two agents would take each other's place for ever.
-        self.send([member], {"do": "leave", "error": plain_error(ShoalError(gone))})
+        self.send([member], {"do": "leave", "error": plain_error(ShoalError(problem))})
         return self.lose(member, f"another agent of it has joined from {address}")
 
-    def _send_away(self, channel: Channel, why: Problem) -> list[Event]:
-        self.say(f"{why.what}: it was sent away")
+    def _send_away(self, channel: Channel, problem: Problem) -> list[Event]:
+        self.say(f"{problem.what}: it was sent away")
         with contextlib.suppress(Ended):
-            channel.send({"do": "leave", "error": plain_error(ShoalError(why))})
+            channel.send({"do": "leave", "error": plain_error(ShoalError(problem))})
         channel.close()
         return []
 
