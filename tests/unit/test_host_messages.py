@@ -413,8 +413,6 @@ def test_options_of_hosts_without_hosts_and_hosts_under_another_launcher(monkeyp
         train(["--listen", "10.0.0.1", "--device", "cpu"])
     with rejects("N065", "--min-hosts must be 1 to 1"):
         train(["--hosts", "127.0.0.1:1", "--min-hosts", "2"])
-    with rejects("N062", "checkpoint.memory_every"):
-        train(["--hosts", "127.0.0.1:1", "--checkpoint.memory_every", "1step"])
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -32,7 +32,6 @@ def train_on_hosts(
     hosts = read_hosts(options.hosts, default_slots=recipe.launch.nproc)
     ssh = options.ssh or os.environ.get("SHOAL_SSH") or SSH
     raise_if(check_names(hosts, partial(is_reached, template=ssh)))
-    _reject_memory_tier(recipe)
     job = Job(
         words=words,
         recipe=None if options.recipe is None else hashlib.sha256(options.recipe.read_bytes()).hexdigest(),
@@ -87,15 +86,6 @@ def _reject_launcher() -> None:
             f"--hosts starts the ranks itself, but this is rank {placement.rank} of {placement.source}",
             fix="give the command once, without torchrun, srun or mpirun; or leave --hosts out",
             code="N068",
-        )
-
-
-def _reject_memory_tier(recipe: Recipe) -> None:
-    if recipe.checkpoint.memory_every.amount:
-        raise ShoalError(
-            "checkpoint.memory_every saves to the memory of one host, and cannot be used with --hosts",
-            fix="--checkpoint.memory_every 0step, and --checkpoint.every 1min",
-            code="N062",
         )
 
 

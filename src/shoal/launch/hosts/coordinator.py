@@ -57,6 +57,8 @@ class Coordinator:
     """The hosts of the last generation."""
     num_saved: int = 0
     """The newest saved step."""
+    shares_disk: bool = True
+    """Whether all hosts were found to see the same directory of checkpoints."""
     experienced: set[Member] = field(default_factory=set)
     """The hosts that have run the job."""
     next_revival: float = 0.0
@@ -81,12 +83,14 @@ class Coordinator:
 
     def _run_generation(self, hosts: list[Member]) -> Any:
         generation = Generation(
-            self.number, self.members, hosts, self.job, self.store.address, self.signals, self.revive, self.num_saved
-        )
+            self.number, self.members, hosts, self.job, self.store.address, self.signals, self.revive,
+            saved_before=self.num_saved, shares_disk=self.shares_disk,
+        )  # fmt: skip
         try:
             generation.check_network()
             generation.prepare()
             check_shared_folder(generation)
+            self.shares_disk = generation.shares_disk
             members = [[host.name, host.spec.slots] for host in hosts]
             self.store.publish({"generation": self.number, "hosts": members, "plan": generation.plan})
             if len(hosts) != self.num_used:
