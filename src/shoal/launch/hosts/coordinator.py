@@ -24,7 +24,7 @@ from shoal.launch.hosts.hostlist import HostSpec
 from shoal.launch.hosts.lifetime import STOP_SIGNALS, forked
 from shoal.launch.hosts.members import Member, Members
 from shoal.launch.hosts.ssh import NOBODY, Command, start_agent, why_ended
-from shoal.launch.hosts.store import StoreProcess, close_all_but
+from shoal.launch.hosts.store.process import StoreProcess, close_all_but
 
 SECONDS_TO_NOTE = 8.0
 """Seconds after which hosts that have not joined are named."""
@@ -192,7 +192,7 @@ class Coordinator:
 
     def _waiting_for(self, missing: Sequence[Member]) -> str:
         names = ", ".join(member.name for member in missing)
-        rejected = ", ".join(sorted(self.members.rejected))
+        rejected = ", ".join(sorted(self.members.door.rejected))
         key = f"; processes at {rejected} were rejected: they hold another key" if rejected else ""
         host, port = self.address
         by_hand = f"on each of them: shoal agent --join {host}:{port} --name NAME"
