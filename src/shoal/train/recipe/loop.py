@@ -71,6 +71,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
     recipe = job.recipe
     with build_run(recipe, world) as run, memory_at_failure(run):
         run.replica_check.every = recipe.run.check_replicas.steps(**units(recipe, job.training)) or 0
+        run.compute_check.every = recipe.run.check_compute.steps(**units(recipe, job.training)) or 0
         line = _progress_line(run, job, quiet=invocation.quiet)
         model = build_for_layout(recipe.model, recipe.run.seed)
         expect_weights(recipe, model)
