@@ -29,6 +29,7 @@ from shoal.train.build_model import build_for_layout, describe
 from shoal.train.optim.build import optimizer_of_run
 from shoal.train.recipe.build_run import build_loader, build_run
 from shoal.train.recipe.fault_injection import inject_faults
+from shoal.train.recipe.memory.at_failure import memory_at_failure
 from shoal.train.recipe.preflight import Job, first_call, reject_unlike_data, steps_of, units
 from shoal.train.recipe.saving.host_storage import HostStorage
 from shoal.train.recipe.saving.run_storage import NoStorage, load_first_weights, open_storage
@@ -71,8 +72,9 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
     reject_unlike_data(world, job)
     job, sync_chosen = resolve_sync(job, world)
     recipe = job.recipe
-    with build_run(recipe, world) as run:
+    with build_run(recipe, world) as run, memory_at_failure(run):
         run.replica_check.every = recipe.run.check_replicas.steps(**units(recipe, job.training)) or 0
+        run.compute_check.every = recipe.run.check_compute.steps(**units(recipe, job.training)) or 0
         line = _progress_line(run, job, quiet=invocation.quiet)
         model = build_for_layout(recipe.model, recipe.run.seed)
         expect_weights(recipe, model)
