@@ -89,3 +89,23 @@ def test_every_fault_of_one_host(host: Host, tmp_path: Path) -> None:
     assert ended.wait(280) == 0, ended.said
     assert ended.json["holds"], ended.json
     assert subprocess.run(["mount"], capture_output=True, text=True, check=True).stdout.count("shoal-chaos") == 0
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(300)
+def test_many_kills(host: Host, tmp_path: Path) -> None:
+    words = ["chaos", "--faults", "40", "--minutes", "1.5", "--kinds", "kill", "--nproc", "2", "--json"]
+    ended = host.start(*words, cwd=tmp_path)
+    assert ended.wait(280) == 0, ended.said
+    assert ended.json["faults"]["made"] == 40, ended.json
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make network namespaces")
+@pytest.mark.timeout(600)
+def test_every_fault_of_two_hosts(host: Host, tmp_path: Path) -> None:
+    words = ["chaos", "--faults", "13", "--minutes", "3", "--seed", "4", "--hosts", "2", "--nproc", "2", "--json"]
+    ended = host.start(*words, cwd=tmp_path)
+    assert ended.wait(580) == 0, ended.said
+    assert len(ended.json["kinds"]) == 13, ended.json
+    assert subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout.count("shoal-chaos") == 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.chaos.journal import Made
+from shoal.chaos.kinds import KINDS
 from shoal.chaos.machine.disk import Disk
 from shoal.chaos.machine.memory_limit import ROOM, MemoryLimit
 from shoal.chaos.machine.network import Network
@@ -46,7 +47,7 @@ class Injector:
         if kind == "disk":
             self.disk.fill()
             return self._healed_later(injection, self.disk.empty)
-        if kind in ("partition", "flap", "slow", "agent"):
+        if KINDS[kind].target == "host":
             return self._on_host(injection)
         pid = self.pid_of(injection.rank)
         if pid is None:
@@ -119,8 +120,9 @@ class Injector:
             made = Made(injection, time.monotonic(), host=name)
             os.kill(agent, signal.SIGKILL)
             return made
-        (self.network.slow if injection.kind == "slow" else self.network.cut)(host)
-        made = self._healed_later(injection, lambda: self.network.heal(host))
+        network = self.network
+        {"slow": network.slow, "oneway": network.drop_outgoing}.get(injection.kind, network.cut)(host)
+        made = self._healed_later(injection, lambda: network.heal(host))
         made.host = name
         return made
 

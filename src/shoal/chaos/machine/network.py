@@ -40,6 +40,10 @@ class Network:
         """Take the link of a host down."""
         _ip(f"-n {self.switch} link set port{host} down")
 
+    def drop_outgoing(self, host: int) -> None:
+        """Drop all packets that a host sends, silently; it still gets those of others."""
+        _run(f"tc -n {self.names[host]} qdisc replace dev eth0 root pfifo limit 0")
+
     def slow(self, host: int) -> None:
         """Limit the link of a host, in both directions."""
         for space, device in ((self.switch, f"port{host}"), (self.names[host], "eth0")):
