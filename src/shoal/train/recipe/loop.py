@@ -28,7 +28,8 @@ from shoal.observe.progress import ProgressLine, Quiet, progress_line
 from shoal.train.build_model import build_for_layout, describe
 from shoal.train.optim.build import optimizer_of_run
 from shoal.train.recipe.build_run import build_loader, build_run
-from shoal.train.recipe.fault_injection import inject_faults
+from shoal.train.recipe.fault_injection.drill import join_drill
+from shoal.train.recipe.fault_injection.faults import inject_faults
 from shoal.train.recipe.memory.at_failure import memory_at_failure
 from shoal.train.recipe.preflight import Job, first_call, reject_unlike_data, steps_of, units
 from shoal.train.recipe.saving.host_storage import HostStorage
@@ -85,6 +86,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         lr = scaled_lr(optim.lr, batch=recipe.data.global_batch, tuned_for_batch=optim.scale_lr_from_batch)
         run.prepare(optimizer_of_run(run, optim, lr=lr, seed=recipe.run.seed))
         inject_faults(run, invocation.generation)
+        join_drill(run, invocation.generation)
         storage = _storage(run, job, invocation, line)
         if recipe.model.lora is not None and recipe.model.lora.base is not None:
             pack_base(run)
