@@ -39,6 +39,8 @@ from shoal.errors import ShoalError, listed, nearest
 VARIABLE = "SHOAL_FAULTS"
 GENERATION = "SHOAL_GENERATION"
 """The number of restarts of this run."""
+DRILL = "SHOAL_CHAOS"
+"""The folder of a drill, in which ranks take orders of `shoal chaos`."""
 
 MISMATCHES = ("other_op_at", "other_shape_at")
 """Faults in a collective that all ranks make for them."""

@@ -25,6 +25,8 @@ _STACK = "\n  stack of rank "
 """Begins the stack of a rank that hung; the traceback of an exception is left out where the run continues."""
 LONG_ENOUGH = 300.0
 """Seconds of a generation after which its failure counts as unrelated to the one before: pauses start over."""
+LONG_ENOUGH_TO_SAVE = 10.0
+"""The same, for a generation that has saved a newer step: machines that often fail would else wait most of the time."""
 
 
 def pause_before(restart: int) -> float:
@@ -61,7 +63,8 @@ def with_restarts(
             if used >= most or not error.may_pass or is_again:
                 raise
             used, before = used + 1, cause
-            recent = 1 if time.monotonic() - began > LONG_ENOUGH else recent + 1
+            lived = time.monotonic() - began
+            recent = 1 if lived > (LONG_ENOUGH_TO_SAVE if made_progress else LONG_ENOUGH) else recent + 1
             first = str(error).partition("\n    fix:")[0] if _STACK in str(error) else str(error).splitlines()[0]
             since = f" since step {newest} was saved" if newest >= 0 else ""
             where = "from the last checkpoint" if newest >= 0 else "from the newest checkpoint, if there is one"

@@ -28,9 +28,11 @@ from shoal.observe.progress import ProgressLine, Quiet, progress_line
 from shoal.train.build_model import build_for_layout, describe
 from shoal.train.optim.build import optimizer_of_run
 from shoal.train.recipe.build_run import build_loader, build_run
-from shoal.train.recipe.fault_injection import inject_faults
+from shoal.train.recipe.fault_injection.drill import join_drill
+from shoal.train.recipe.fault_injection.faults import inject_faults
 from shoal.train.recipe.memory.at_failure import memory_at_failure
 from shoal.train.recipe.preflight import Job, first_call, reject_unlike_data, steps_of, units
+from shoal.train.recipe.saving.host_storage import HostStorage
 from shoal.train.recipe.saving.run_storage import NoStorage, load_first_weights, open_storage
 from shoal.train.recipe.saving.start_weights import expect_weights
 from shoal.train.recipe.step_metrics import StepMetrics
@@ -58,6 +60,8 @@ class RunInvocation:
     """A folder in shared memory that outlives the workers."""
     saved_before: int = 0
     """The newest step that workers of this run have saved on any host. A start at step 0 would lose it."""
+    host: HostStorage | None = None
+    """The storage of this host; None: the ranks were not started by `shoal train --hosts`."""
     command: str = ""
     """Identifies the command on all of its hosts and through its restarts; empty: it is not known."""
 
@@ -82,6 +86,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         lr = scaled_lr(optim.lr, batch=recipe.data.global_batch, tuned_for_batch=optim.scale_lr_from_batch)
         run.prepare(optimizer_of_run(run, optim, lr=lr, seed=recipe.run.seed))
         inject_faults(run, invocation.generation)
+        join_drill(run, invocation.generation)
         storage = _storage(run, job, invocation, line)
         if recipe.model.lora is not None and recipe.model.lora.base is not None:
             pack_base(run)
@@ -137,12 +142,13 @@ def _storage(run: Run, job: Job, invocation: RunInvocation, line: ProgressLine) 
         generation=invocation.generation,
         memory_root=invocation.memory_root,
         command=invocation.command,
+        host=invocation.host,
     )
     if storage.manifest is None and invocation.saved_before:
         storage.close()
         raise ShoalError(
             f"the hosts that are left find no checkpoint, but step {invocation.saved_before} of this run was saved",
-            fix="--checkpoint.dir /shared/run, a directory that all hosts share",
+            fix="--checkpoint.dir /shared/run, a directory that all hosts share, or --checkpoint.memory_every 1step",
             code="N069",
         )
     return storage
