@@ -122,13 +122,14 @@ def test_constraints_are_kept() -> None:
     assert smallest.memory.total < tight.memory.total
 
 
-def test_small_losses_of_larger_microbatches_do_not_add_up() -> None:
-    """Each doubling of mb may be within 1 % of the one before; the chosen one is within 1 % of the fastest."""
+@pytest.mark.parametrize(("cluster", "batch"), [("cpu:2", 256), ("h100:1", 512), ("h100:8", 2048)])
+def test_no_microbatch_of_a_tiny_model_is_faster_than_the_chosen_one(cluster: str, batch: int) -> None:
+    """Not even one of more than 128 short sequences."""
     tiny = Workload(name="tiny", hidden=64, layers=2, heads=2, vocabulary=256)
-    work = Task(workload=tiny, cluster=parse_cluster("cpu:2"), sequence=64, global_batch=256)
+    work = Task(workload=tiny, cluster=parse_cluster(cluster), sequence=64, global_batch=batch)
     for prediction in search(work, keep=20).best:
-        sizes = (2**power for power in range(8))
-        plans = [replace(prediction.plan, mb=mb) for mb in sizes]
+        ranks = (prediction.plan.dp_replicate or 1) * (prediction.plan.dp_shard or 1)
+        plans = [replace(prediction.plan, mb=2**power) for power in range((batch // ranks).bit_length())]
         times = [work.time(plan).total for plan in plans if work.fits(work.memory(plan))]
         assert prediction.time.total <= 1.0101 * min(times), prediction.plan
 

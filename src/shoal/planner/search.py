@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from shoal.blueprint.plan import Plan, Recompute
 from shoal.blueprint.schedules.generate import check_schedule
-from shoal.planner.candidates import LARGEST_MICROBATCH, check_candidate, layouts, microbatches
+from shoal.planner.candidates import check_candidate, largest_microbatch, layouts, microbatches
 from shoal.planner.task import Task
 from shoal.predict.predict import Prediction
 
@@ -95,8 +95,7 @@ class _Search:
         if "context" in self.given and layout["cp"] == 1:
             return
         modes = (self.required.recompute,) if "recompute" in self.given else self._modes(layout)
-        largest = LARGEST_MICROBATCH if self.task.workload.is_transformer else share
-        sizes = microbatches(share, self.required.mb, largest)
+        sizes = microbatches(share, self.required.mb, largest_microbatch(self.task, share))
         is_full = False
         for mb in sizes:
             if is_full and mb != sizes[-1]:
