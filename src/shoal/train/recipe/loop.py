@@ -307,6 +307,8 @@ def _headline(run: Run, job: Job, lr: float, choices: list[str], storage: NoStor
     ]
     if recipe.run.compile:
         lines.append("first  the first step compiles the model, which takes a while")
+    if recipe.data.global_batch > len(job.training):
+        lines.append(_repeats(recipe.data.global_batch, len(job.training)))
     if recipe.optim.scale_lr_from_batch:
         lines.append(
             f"lr     {recipe.optim.lr:g} x {recipe.data.global_batch} / {recipe.optim.scale_lr_from_batch} = {lr:g}"
@@ -323,6 +325,11 @@ def _headline(run: Run, job: Job, lr: float, choices: list[str], storage: NoStor
     elif storage.beside:
         lines.append(f"start  over, in {str(storage.path)!r}: {storage.beside}")
     return "\n".join(lines)
+
+
+def _repeats(batch: int, num_samples: int) -> str:
+    note = f"note   a step has {batch} samples and the data {num_samples}: samples repeat within a step"
+    return f"{note}; not with --data.global_batch {num_samples} or less"
 
 
 def _adapters(recipe: Recipe) -> str:
