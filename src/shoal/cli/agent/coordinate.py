@@ -21,7 +21,7 @@ from shoal.launch.hosts.agent.join import run_agent
 from shoal.launch.hosts.coordinator import coordinating
 from shoal.launch.hosts.generation import Job
 from shoal.launch.hosts.hostlist import check_names, choose_address, read_hosts
-from shoal.launch.hosts.ssh import NOBODY, SSH, is_reached
+from shoal.launch.hosts.ssh import NOBODY, SSH, is_reached, route_to
 
 
 def train_on_hosts(
@@ -46,7 +46,7 @@ def train_on_hosts(
 
     with coordinating(
         hosts,
-        choose_address(hosts, options.listen),
+        choose_address(hosts, options.listen, partial(route_to, template=ssh)),
         job,
         key=shared_key() if ssh == NOBODY else None,
         ssh=ssh,

@@ -96,8 +96,8 @@ class Autosaver:
         world = run.world
         on_disk = HostRanks.shared(world) if host is None else host.of_disk(world)
         in_memory = HostRanks.shared(world) if host is None else host.of_memory(world)
-        how = {"on_saved": note_saved}
-        disk = AsyncSaver(store, world.with_own_connections(), keep=settings.keep, hosts=on_disk, **how)
+        own = world.with_own_connections()
+        disk = AsyncSaver(store, own, keep=settings.keep, on_saved=note_saved, hosts=on_disk)
         memory_steps = settings.memory_every.steps(**per) or 0
         memory = None
         if memory_steps:
@@ -107,7 +107,8 @@ class Autosaver:
             prefix = memory_folder_prefix(directory, "" if host is None else host.name)
             place = memory_root, settings.memory_dir, prefix, disk.store.where
             root = on_leaders(world, in_memory, lambda: _memory_root(*place, say), failed=failed, fix=MEMORY_FIX)
-            memory = AsyncSaver(Store(root), world.with_own_connections(), keep=1, hosts=in_memory, **how)
+            own = world.with_own_connections()
+            memory = AsyncSaver(Store(root), own, keep=1, on_saved=note_saved, hosts=in_memory)
         return cls(
             run=run,
             job=job,

@@ -116,12 +116,10 @@ def open_storage(
     if job.recipe.run.start_from is not None:
         check_start_from(run, job.recipe, is_fresh=resume == "fresh")  # before anything is removed
     hosts = HostRanks.shared(run.world) if host is None else host.of_disk(run.world)
-    how = {"command": command, "is_restart": generation > 0}
-    directory = claim_directories(run.world, job.recipe, resume, hosts, **how)
+    directory = claim_directories(run.world, job.recipe, resume, hosts, command=command, is_restart=generation > 0)
     autosaver: Autosaver | None = None
     try:
-        place = {"directory": directory.path, "memory_root": memory_root, "host": host}
-        autosaver = Autosaver.of(run, job, say=line.say, **place)
+        autosaver = Autosaver.of(run, job, directory=directory.path, memory_root=memory_root, say=line.say, host=host)
         autosaver.check_free_space()
         autosaver.claim_store()
         resumes = may_resume(resume, directory, job.recipe)
