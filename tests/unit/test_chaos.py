@@ -125,6 +125,11 @@ def test_a_fault_has_to_be_named_unless_another_one_hides_it() -> None:
     seen.lines = [Line(2.9, "shoal: rank 1 of 2 was killed by signal 9 (SIGKILL)")]
     assert [each.is_right for each in outcomes(seen, ranks=2)] == [True, True]
     assert outcomes(seen, ranks=2)[0].named == pytest.approx(0.4)
+    stopped = Made(Injection(number=1, at=2.4, kind="stop", rank=0), 2.4)
+    seen.made = [stopped, second]  # the second ends the ranks before the first is noticed
+    assert [each.is_right for each in outcomes(seen, ranks=2)] == [True, True]
+    seen.made = [stopped]
+    assert [each.is_right for each in outcomes(seen, ranks=2)] == [False]
 
 
 def test_the_ratio_of_useful_time() -> None:
