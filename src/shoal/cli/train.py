@@ -272,7 +272,7 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
     )
     if placement or world_size == 1:
         generation = placement.generation if placement else 0
-        with _naming_shortened_data(job):
+        with _naming_shortened_data(job), _explaining_memory(job):
             return _train_here(train, placement, (job, replace(invocation, generation=generation)))
 
     def start(generation: int) -> dict[str, Any]:
@@ -286,6 +286,7 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
         print(f"shoal: {text}", file=sys.stderr, flush=True)
 
     with (
+        _explaining_memory(job),  # outside of the restarts: workers are forked from a process that has not computed
         _signals_as_exceptions(),
         memory_tier(settings.memory_dir, say, saves_to=_saves_to(job.recipe, options.resume))
         if settings.memory_every.amount and saves
@@ -312,6 +313,19 @@ def _naming_shortened_data(job: Job) -> Iterator[None]:
     except RunFailed:
         reject_shortened_data(job)
         raise
+
+
+@contextmanager
+def _explaining_memory(job: Job) -> Iterator[None]:
+    """If a rank had no memory left, raise an error that has its memory by cause, and a plan that would fit."""
+    try:
+        yield
+    except RunFailed as error:
+        if not error.memory:
+            raise
+        from shoal.train.recipe.memory.explain import explained  # the planner, which few runs need
+
+        raise explained(job.recipe, error) from error.__cause__
 
 
 def _print_choice(chosen: Prediction) -> None:
@@ -394,7 +408,9 @@ def _train_here(
         rank, size = (placement.rank, placement.world_size) if placement else (0, 1)
         failure = failure_of(rank, error)
         text = f"rank {rank} of {size} failed: {failure.what}\n{failure.details}"
-        raise RunFailed(text, fix=failure.fix, code=failure.code) from error
+        failed = RunFailed(text, fix=failure.fix, code=failure.code)
+        failed.memory = {"rank": rank, **failure.memory} if failure.lacks_memory else {}
+        raise failed from error
 
 
 def _write_summary(summary: dict[str, Any]) -> bool:

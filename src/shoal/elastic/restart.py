@@ -44,8 +44,8 @@ def with_restarts(
     """Return `start(generation)`, restarted when it fails.
 
     `most` is the number of restarts since the newest saved step, so a run that makes progress is restarted without a
-    limit. Errors of the user or of a program, a lack of memory, and an exception that repeats in the same step are
-    raised at once.
+    limit. Errors of the user or of a program, a failed allocation, and an exception or a kill for lack of memory that
+    repeats in the same place are raised at once.
     """
     used, recent, newest, before = 0, 0, -1, ""
     for generation in itertools.count():
@@ -59,7 +59,7 @@ def with_restarts(
             cause, last = _without_addresses(error.cause), before
             is_again = bool(cause) and cause == last and not made_progress
             if is_again and error.may_pass and most:
-                say("not restarted: the same exception was raised in the same step before the restart")
+                say(f"not restarted: {_again(error)} before the restart")
             if used >= most or not error.may_pass or is_again:
                 raise
             used, before = used + 1, cause
@@ -71,6 +71,12 @@ def with_restarts(
             say(f"{first}\n  restarting all workers {where}: restart {used} of {most}{since}")
             sleep(pause_before(recent))
     raise AssertionError("a generation either returns or raises")
+
+
+def _again(error: RunFailed) -> str:
+    if error.memory:
+        return "the memory ran out in the same phase"
+    return "the same exception was raised in the same step"
 
 
 def _without_addresses(text: str) -> str:

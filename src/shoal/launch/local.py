@@ -41,7 +41,8 @@ import torch
 from shoal.comm.shared_board import Board
 from shoal.errors import RunFailed, listed
 from shoal.launch import shutdown
-from shoal.launch.failure import Failure, Memory, as_exception, first_failure, read_failure, sudden_end
+from shoal.launch.failure import Failure, as_exception, cause_of, first_failure, read_failure, sudden_end
+from shoal.launch.host_memory import Memory
 from shoal.launch.process import is_stopped
 from shoal.launch.scratch import scratch_folder
 from shoal.launch.watch.watcher import Watcher
@@ -184,7 +185,7 @@ class WorkerGroup:
         """Return when all workers have ended, having passed on signals and stopped the siblings of a failed one."""
         first_seen: float | None = None
         while self.running:
-            self.memory.look()
+            self.memory.look({rank: _pid(self.processes[rank]) for rank in self.running.values()})
             for end in wait(list(self.running), timeout=TURN):
                 self._note_end(end)
             self._check_running()
@@ -215,7 +216,7 @@ class WorkerGroup:
         if isinstance(error, RunFailed):
             with contextlib.suppress(OSError, ValueError):
                 error.saved_step = int(saved_path(self.directory).read_text())
-            error.cause = "" if cause.is_sudden else cause.what
+            error.cause = cause_of(cause)
         raise error
 
     def kill(self) -> None:

@@ -24,6 +24,8 @@ NOBODY = "none"
 _TAKES_ONE_STRING = ("ssh", "rsh", "pdsh", "gsissh")
 _NO_DIRECTORY, _NO_PYTHON = 91, 92
 MOST_SAID = 4000
+SECONDS_TO_ASK = 5.0
+"""Seconds in which ssh has to print its configuration."""
 
 
 @dataclass(slots=True)
@@ -96,6 +98,24 @@ def command_for(host: HostSpec, address: tuple[str, int], template: str) -> list
     if Path(words[0]).name in _TAKES_ONE_STRING:  # a shell on the other host splits the string again
         return [*words, "--", f"sh -c {shlex.quote(script)}"]
     return [*words, "sh", "-c", script]
+
+
+def is_reached(host: HostSpec, template: str) -> bool:
+    """Whether the command may find a host whose name has no address on this one: ssh by an alias or over another host,
+    other commands (kubectl, a container) by means of their own."""
+    words = shlex.split(template)
+    if not words or Path(words[0]).name != "ssh":
+        return True
+    try:
+        asked = subprocess.run(
+            [*(word.replace("{host}", host.name) for word in words[:1]), "-G", host.name],
+            capture_output=True, text=True, timeout=SECONDS_TO_ASK, check=True, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return True  # starting the agent will say more
+    settings = dict(line.partition(" ")[::2] for line in asked.stdout.splitlines())
+    is_alias = settings.get("hostname", "").lower() != host.bare_name.lower()
+    return is_alias or any(settings.get(name, "none") != "none" for name in ("proxyjump", "proxycommand"))
 
 
 def why_ended(command: Command) -> ShoalError:

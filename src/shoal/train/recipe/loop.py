@@ -30,7 +30,9 @@ from shoal.train.optim.build import optimizer_of_run
 from shoal.train.recipe.build_run import build_loader, build_run
 from shoal.train.recipe.fault_injection.drill import join_drill
 from shoal.train.recipe.fault_injection.faults import inject_faults
+from shoal.train.recipe.memory.at_failure import memory_at_failure
 from shoal.train.recipe.preflight import Job, first_call, reject_unlike_data, steps_of, units
+from shoal.train.recipe.saving.host_storage import HostStorage
 from shoal.train.recipe.saving.run_storage import NoStorage, load_first_weights, open_storage
 from shoal.train.recipe.saving.start_weights import expect_weights
 from shoal.train.recipe.step_metrics import StepMetrics
@@ -58,6 +60,8 @@ class RunInvocation:
     """A folder in shared memory that outlives the workers."""
     saved_before: int = 0
     """The newest step that workers of this run have saved on any host. A start at step 0 would lose it."""
+    host: HostStorage | None = None
+    """The storage of this host; None: the ranks were not started by `shoal train --hosts`."""
     command: str = ""
     """Identifies the command on all of its hosts and through its restarts; empty: it is not known."""
 
@@ -69,8 +73,9 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
     reject_unlike_data(world, job)
     job, sync_chosen = resolve_sync(job, world)
     recipe = job.recipe
-    with build_run(recipe, world) as run:
+    with build_run(recipe, world) as run, memory_at_failure(run):
         run.replica_check.every = recipe.run.check_replicas.steps(**units(recipe, job.training)) or 0
+        run.compute_check.every = recipe.run.check_compute.steps(**units(recipe, job.training)) or 0
         line = _progress_line(run, job, quiet=invocation.quiet)
         model = build_for_layout(recipe.model, recipe.run.seed)
         expect_weights(recipe, model)
@@ -137,12 +142,13 @@ def _storage(run: Run, job: Job, invocation: RunInvocation, line: ProgressLine) 
         generation=invocation.generation,
         memory_root=invocation.memory_root,
         command=invocation.command,
+        host=invocation.host,
     )
     if storage.manifest is None and invocation.saved_before:
         storage.close()
         raise ShoalError(
             f"the hosts that are left find no checkpoint, but step {invocation.saved_before} of this run was saved",
-            fix="--checkpoint.dir /shared/run, a directory that all hosts share",
+            fix="--checkpoint.dir /shared/run, a directory that all hosts share, or --checkpoint.memory_every 1step",
             code="N069",
         )
     return storage

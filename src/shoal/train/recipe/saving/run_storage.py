@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.checkpoint.peers.host_ranks import HostRanks, on_leaders
 from shoal.checkpoint.storage.manifest import Manifest
-from shoal.comm.all_or_none import on_main
-from shoal.comm.world import World
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.observe.progress import ProgressLine
 from shoal.observe.run_directory import RunDirectory
 from shoal.train.recipe.preflight import Job, steps_of
 from shoal.train.recipe.saving.autosave import Autosaver
+from shoal.train.recipe.saving.host_storage import HostStorage, claim_directories
 from shoal.train.recipe.saving.start_weights import check_start_from, start_with_weights
 from shoal.train.run import Run
 
@@ -109,15 +109,19 @@ def open_storage(
     generation: int,
     memory_root: Path | None,
     command: str = "",
+    host: HostStorage | None = None,
 ) -> RunStorage:
     """Claim the run directory and load the step to resume from. Every rank calls it; all raise or none does."""
     resume = "auto" if generation else "fresh" if job.recipe.run.overwrite else resume
     if job.recipe.run.start_from is not None:
         check_start_from(run, job.recipe, is_fresh=resume == "fresh")  # before anything is removed
-    directory = _claim_directory(run.world, job.recipe, resume, command, is_restart=generation > 0)
+    hosts = HostRanks.shared(run.world) if host is None else host.of_disk(run.world)
+    how = {"command": command, "is_restart": generation > 0}
+    directory = claim_directories(run.world, job.recipe, resume, hosts, **how)
     autosaver: Autosaver | None = None
     try:
-        autosaver = Autosaver.of(run, job, directory=directory.path, memory_root=memory_root, say=line.say)
+        place = {"directory": directory.path, "memory_root": memory_root, "host": host}
+        autosaver = Autosaver.of(run, job, say=line.say, **place)
         autosaver.check_free_space()
         autosaver.claim_store()
         resumes = may_resume(resume, directory, job.recipe)
@@ -131,8 +135,9 @@ def open_storage(
         if not resumes:
             autosaver.reset()
         # All checks have passed. No file of metrics is opened before this.
-        directory.evaluation = on_main(
+        directory.evaluation = on_leaders(
             run.world,
+            hosts,
             lambda: _begin(directory, job, run.steps_done),
             failed=f"the run directory {str(directory.path)!r} cannot be written",
             fix="--run.dir WRITABLE_DIRECTORY",
@@ -177,16 +182,3 @@ def _begin(directory: RunDirectory, job: Job, steps_done: int) -> tuple[int, flo
     # A run that resumes at its end reports its evaluation once more.
     directory.drop_metrics_after(steps_done, and_its_evaluation=steps_done == steps_of(job))
     return directory.last_evaluation()
-
-
-def _claim_directory(world: World, recipe: Recipe, resume: str, command: str, *, is_restart: bool) -> RunDirectory:
-    """Claim the run directory on the main rank; if that fails, raise on every rank."""
-    own: list[RunDirectory] = []
-
-    def claim() -> tuple[Path, bool]:
-        own.append(RunDirectory.claim(recipe, resume, command=command, is_restart=is_restart))
-        return own[0].path, own[0].resumes
-
-    fix = "--run.dir WRITABLE_DIRECTORY"
-    path, goes_on = on_main(world, claim, failed="the run directory cannot be created", fix=fix)
-    return own[0] if own else RunDirectory(path, resumes=goes_on)
