@@ -183,6 +183,7 @@ def run_drill(plan: Plan, folder: Path, screen: Screen) -> tuple[Journal, Path]:
         journal = Journal(folder / "steps.jsonl", folder / "err")
         drill = Drill(plan, folder, screen, injector, journal, place, pending=list(plan.schedule))
         drill.run()
+        journal.write(folder / "journal.json")
         saved = _copied(place, folder / "saved")
     return journal, saved
 
