@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from shoal.blueprint.faults import DRILL
 from shoal.chaos.journal import Commit, Journal, Line, Made, Step
 from shoal.chaos.kinds import KINDS, names_it
 from shoal.chaos.measure import goodput, outcomes
 from shoal.chaos.oracle import committed_steps_lost, compare_runs
 from shoal.chaos.report import Report
 from shoal.chaos.schedule import Injection, draw_schedule
+from shoal.train.recipe.fault_injection.drill import join_drill
 
 
 def drawn(seed: int, faults: int = 30) -> list[Injection]:
@@ -125,6 +130,11 @@ def test_a_fault_has_to_be_named_unless_another_one_hides_it() -> None:
     seen.lines = [Line(2.9, "shoal: rank 1 of 2 was killed by signal 9 (SIGKILL)")]
     assert [each.is_right for each in outcomes(seen, ranks=2)] == [True, True]
     assert outcomes(seen, ranks=2)[0].named == pytest.approx(0.4)
+    stopped = Made(Injection(number=1, at=2.4, kind="stop", rank=0), 2.4)
+    seen.made = [stopped, second]  # the second ends the ranks before the first is noticed
+    assert [each.is_right for each in outcomes(seen, ranks=2)] == [True, True]
+    seen.made = [stopped]
+    assert [each.is_right for each in outcomes(seen, ranks=2)] == [False]
 
 
 def test_the_ratio_of_useful_time() -> None:
@@ -156,3 +166,45 @@ def test_a_broken_promise_is_in_the_report(tmp_path: Path) -> None:
     assert "2 committed steps were lost" in broken
     assert "2 samples were lost, and 0 doubled" in broken
     assert report.to_mapping()["holds"] is False
+
+
+# ---- inside a rank --------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_takes_no_orders_without_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DRILL, raising=False)
+    run = SimpleNamespace(on_gradients=None)
+    join_drill(run, 0)  # type: ignore[arg-type]
+    assert run.on_gradients is None
+
+
+def test_a_rank_records_its_samples_and_takes_an_order_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ranks", "orders", "samples"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "settings.json").write_text('{"pace": 0.0}')
+    monkeypatch.setenv(DRILL, str(tmp_path))
+    monkeypatch.setattr(time, "time", time.time)  # restored after the clock has jumped
+    monkeypatch.setattr(time, "time_ns", time.time_ns)
+    batch = {"tokens": torch.tensor([[1, 2], [3, 4], [1, 2]])}
+    opened = SimpleNamespace(given=batch)
+    called: list[int] = []
+    run = SimpleNamespace(
+        on_gradients=lambda: called.append(1),
+        world=SimpleNamespace(rank=3),
+        steps_done=6,
+        is_main=True,
+        open_step=opened,
+    )
+    join_drill(run, 2)  # type: ignore[arg-type]
+    assert json.loads((tmp_path / "ranks" / "3.json").read_text())["generation"] == 2
+    (tmp_path / "orders" / "3.json").write_text('{"do": "jump_clock", "seconds": 5000}')
+    before = time.time()
+    run.on_gradients()
+    assert time.time() - before >= 5000
+    assert not list((tmp_path / "orders").iterdir())
+    (samples,) = (tmp_path / "samples").iterdir()
+    seen = json.loads(samples.read_text())
+    assert seen["step"] == json.loads((tmp_path / "steps.jsonl").read_text())["step"] == 7
+    first, second, third = seen["samples"]
+    assert first == third != second
+    assert called == [1]  # what was there before happens too

@@ -283,9 +283,12 @@ def test_all_limits_follow_from_the_timeout() -> None:
         limits = Thresholds(seconds)
         for phase in ("start", "first steps", "data", "step", "save"):
             for median in (0.0, 0.01, 1.0, 1e4):
-                named, ended = limits.named(phase, median), limits.ended(phase, median, may_pass=True)
-                assert 0 < named <= ended <= limits.last < seconds
+                for may_pass in (False, True):
+                    named, ended = limits.named(phase, median), limits.ended(phase, median, may_pass=may_pass)
+                    assert 0 < named <= ended <= limits.last < seconds, (phase, median, may_pass)
         assert limits.stopped < seconds
+    assert LIMITS.ended("first steps", 0.0, may_pass=False) == 60.0  # a hang right after a restart
+    assert LIMITS.ended("first steps", 0.0, may_pass=True) == 540.0
 
 
 # ---- stacks ---------------------------------------------------------------------------------------------------------

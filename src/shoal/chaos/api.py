@@ -11,11 +11,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from shoal.chaos.drill import Plan, Screen, run_drill
 from shoal.chaos.journal import Journal
 from shoal.chaos.kinds import left_out
+from shoal.chaos.machine.disk import can_mount
+from shoal.chaos.machine.memory_limit import can_limit_memory
 from shoal.chaos.machine.network import hosts
 from shoal.chaos.machine.processes import Main, become_subreaper, end_all
 from shoal.chaos.measure import goodput, outcomes
@@ -66,7 +69,23 @@ class Request:
 
     def left_out(self) -> dict[str, str]:
         """Kind → why it cannot be made here."""
-        return left_out(self.kinds, is_root=os.geteuid() == 0, num_hosts=self.hosts)
+        return left_out_here(self.kinds, self.hosts)
+
+
+def left_out_here(kinds: tuple[str, ...], num_hosts: int) -> dict[str, str]:
+    """Kind → why it cannot be made on this machine by this user."""
+    is_root = os.geteuid() == 0
+    return left_out(kinds, is_root=is_root, num_hosts=num_hosts, missing=_not_allowed() if is_root else {})
+
+
+@cache
+def _not_allowed() -> dict[str, str]:
+    """What root cannot do in some containers."""
+    tried = {
+        "oom": (can_limit_memory(), "no control group of memory can be made"),
+        "disk": (can_mount(), "no file system can be mounted"),
+    }
+    return {kind: why for kind, (is_allowed, why) in tried.items() if not is_allowed}
 
 
 def run_chaos(request: Request, screen: Screen) -> Report:

@@ -163,6 +163,8 @@ class Drill:
             at = self.journal.recovered(made)
             if at is not None:
                 self.unrecovered.remove(made)
+                if made.injection.kind == "oom":
+                    self.injector.heal_due(after=made)
                 total = len(self.plan.schedule)
                 took = f"{at - made.at:.1f} s to the next step"
                 self.screen.say(f"fault {made.injection.number} of {total}: {str(made.injection).strip()}: {took}")
@@ -181,6 +183,7 @@ def run_drill(plan: Plan, folder: Path, screen: Screen) -> tuple[Journal, Path]:
         journal = Journal(folder / "steps.jsonl", folder / "err")
         drill = Drill(plan, folder, screen, injector, journal, place, pending=list(plan.schedule))
         drill.run()
+        journal.write(folder / "journal.json")
         saved = _copied(place, folder / "saved")
     return journal, saved
 

@@ -59,11 +59,11 @@ class Injector:
             return None
         return self._signal(injection, pid, damaged)
 
-    def heal_due(self, *, all_now: bool = False) -> None:
-        """Restore what is due."""
+    def heal_due(self, *, all_now: bool = False, after: Made | None = None) -> None:
+        """Restore what is due; or at once everything, or what one fault has changed."""
         now = time.monotonic()
         for each in list(self.healing):
-            if all_now or now >= each[0]:
+            if all_now or now >= each[0] or each[2] is after:
                 self.healing.remove(each)
                 each[1]()
                 each[2].until = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,6 +95,11 @@ class Journal:
             self.steps.append(Step(found["at"], found["step"], found["pid"]))
         if committed >= 0 and (not self.commits or self.commits[-1].step != committed):
             self.commits.append(Commit(now, committed))
+
+    def write(self, path: Path) -> None:
+        """Write what cannot be read from the run's own files."""
+        made = [{**asdict(each), "kind": each.injection.kind} for each in self.made]
+        path.write_text(json.dumps({"made": made, "commits": self.commits, "starts": self.starts, "code": self.code}))
 
     def top(self, before: float) -> int:
         """The highest step that was made before a moment."""

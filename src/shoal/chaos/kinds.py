@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -109,13 +110,15 @@ def names_it(kind: str, text: str, *, rank: int, ranks: int, host: str) -> bool:
     return bool(pattern) and re.search(filled, text) is not None
 
 
-def left_out(kinds: tuple[str, ...], *, is_root: bool, num_hosts: int) -> dict[str, str]:
-    """Kind → why it cannot be made here.
+def left_out(
+    kinds: tuple[str, ...], *, is_root: bool, num_hosts: int, missing: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Kind → why it cannot be made here. `missing`: what this machine does not allow even root.
 
     >>> left_out(("kill", "oom", "slow"), is_root=False, num_hosts=1)
     {'oom': 'needs root', 'slow': 'needs --hosts 2'}
     """
-    found = {}
+    found = {name: why for name, why in (missing or {}).items() if name in kinds}
     for name in kinds:
         if KINDS[name].needs_hosts and num_hosts < 2:
             found[name] = "needs --hosts 2"

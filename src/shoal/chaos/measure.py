@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoal.chaos.journal import Journal, Made
@@ -49,21 +50,38 @@ class Goodput:
 
 def outcomes(journal: Journal, *, ranks: int) -> list[Outcome]:
     """The outcome of each fault that was made."""
-    found = []
-    for number, made in enumerate(journal.made):
-        others = journal.made[number + 1 :]
-        end = next((each.at for each in others if not each.injection.is_double), float("inf"))
-        named = _named(journal, made, end, ranks)
-        recovered = journal.recovered(made)
-        found.append(
-            Outcome(
-                made=made,
-                named=None if named is None else named - made.at,
-                recovered=None if recovered is None else recovered - made.at,
-                has_to_be_named=bool(KINDS[made.injection.kind].report) and not _is_hidden(journal, number),
+    found: list[Outcome] = []
+    for together in _groups(journal.made):
+        end = next((each.at for each in journal.made if each.at > together[-1].at), float("inf"))
+        named = [_named(journal, made, end, ranks) for made in together]
+        for made, at in zip(together, named, strict=True):
+            recovered = journal.recovered(made)
+            found.append(
+                Outcome(
+                    made=made,
+                    named=None if at is None else at - made.at,
+                    recovered=None if recovered is None else recovered - made.at,
+                    has_to_be_named=_has_to_be_named(made, together, named),
+                )
             )
-        )
     return found
+
+
+def _groups(made: list[Made]) -> Iterator[list[Made]]:
+    """Faults with those that followed them at once."""
+    starts = [number for number, each in enumerate(made) if not each.injection.is_double or not number]
+    for first, last in itertools.pairwise([*starts, len(made)]):
+        yield made[first:last]
+
+
+def _has_to_be_named(made: Made, together: list[Made], named: list[float | None]) -> bool:
+    """Whether a line has to name a fault. Of several at once, one may end the ranks before another is noticed; and a
+    command that is killed says nothing."""
+    if not KINDS[made.injection.kind].report:
+        return False
+    if len(together) == 1:
+        return True
+    return made is together[0] and not any(named) and all(each.injection.kind != "supervisor" for each in together)
 
 
 def _named(journal: Journal, made: Made, end: float, ranks: int) -> float | None:
@@ -73,13 +91,6 @@ def _named(journal: Journal, made: Made, end: float, ranks: int) -> float | None
         if made.at <= line.at < end and names_it(made.injection.kind, line.text, rank=rank, ranks=ranks, host=host):
             return line.at
     return None
-
-
-def _is_hidden(journal: Journal, number: int) -> bool:
-    """Whether another fault happened while the run recovered from one before: the first explains both."""
-    made = journal.made
-    followed = number + 1 < len(made) and made[number + 1].injection.is_double
-    return made[number].injection.is_double or (followed and made[number + 1].injection.kind == "supervisor")
 
 
 def goodput(journal: Journal) -> Goodput | None:

@@ -146,6 +146,8 @@ def render(console: Console, report: Report) -> None:
         f" {found['samples_lost']} samples lost, {found['samples_doubled']} doubled",
         highlight=False,
     )
+    if missing := len(report.schedule) - len(report.outcomes):
+        console.print(f"{missing} faults were not made: the run had ended before", highlight=False)
     for text in found["broken"]:
         console.print(f"BROKEN: {text}", highlight=False)
     losses = "losses, samples and final state are those of an undisturbed run, bit for bit"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -15,9 +14,9 @@ from typing import Annotated
 import tyro
 
 import shoal.cli
-from shoal.chaos.api import Request, run_chaos
+from shoal.chaos.api import Request, left_out_here, run_chaos
 from shoal.chaos.drill import Screen
-from shoal.chaos.kinds import KINDS, left_out
+from shoal.chaos.kinds import KINDS
 from shoal.cli.overrides import parse
 from shoal.cli.reports.console import WIDTH, show
 from shoal.config.recipe import Recipe
@@ -151,7 +150,7 @@ def _check(options: Chaos) -> Iterator[Problem]:
         value = getattr(options, name)
         if value is not None and not least <= value <= 10**6:
             yield Problem("N080", f"--{name} must be {least} or more, got {value}", f"--{name} {max(least, 1)}")
-    away = left_out(tuple(kind for kind in kinds if kind in KINDS), is_root=os.geteuid() == 0, num_hosts=options.hosts)
+    away = left_out_here(tuple(kind for kind in kinds if kind in KINDS), options.hosts)
     if away and len(away) == len(kinds):
         what = f"none of --kinds {','.join(kinds)} can be made here: {', '.join(f'{k} {v}' for k, v in away.items())}"
         yield Problem("N084", what, "--kinds kill,stop,gil")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,6 +74,12 @@ def disk(path: Path, *, mount: bool) -> Iterator[Disk]:
     finally:
         if is_mounted:
             subprocess.run(["umount", "--lazy", str(path)], check=False, capture_output=True)
+
+
+def can_mount() -> bool:
+    """Whether this process may mount a file system in memory."""
+    with tempfile.TemporaryDirectory() as folder, disk(Path(folder) / "disk", mount=True) as tried:
+        return tried.is_mounted
 
 
 def _remount(path: Path, size: int | None) -> None:

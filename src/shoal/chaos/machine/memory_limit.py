@@ -52,6 +52,12 @@ def memory_limit(name: str) -> Iterator[MemoryLimit | None]:
             _remove(group.folder)
 
 
+def can_limit_memory() -> bool:
+    """Whether this process may make control groups with a limit of memory."""
+    with memory_limit(f"shoal-chaos-try-{os.getpid()}") as group:
+        return group is not None
+
+
 def _made(name: str) -> MemoryLimit | None:
     for root, (use, limit, none) in _ROOTS.items():
         with suppress(OSError):

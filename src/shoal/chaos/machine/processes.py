@@ -74,10 +74,10 @@ def _be(main: Main, words: Sequence[str], environ: Mapping[str, str], outputs: t
     try:
         os.setsid()
         os.environ.update(environ)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
-        for number, target in enumerate(outputs, 1):
-            os.dup2(target, number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for descriptor, target in enumerate(outputs, 1):
+            os.dup2(target, descriptor)
         code = main(words)
     finally:
         for stream in (sys.stdout, sys.stderr):
