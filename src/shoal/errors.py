@@ -118,6 +118,8 @@ class RunFailed(ShoalError):
     """The newest step that the workers had saved; None: none, or not known."""
     cause: str = ""
     """The exception of the worker, with the step in which it was raised; empty: there is none."""
+    is_of_replacement: bool = False
+    """Whether it happened while a lost worker was being replaced."""
 
 
 class LostPeer(RunFailed):

@@ -53,6 +53,8 @@ class Failure:
     """True: a restart may succeed: a process was killed, a connection lost, a device failed. A program error and a lack
     of memory would repeat."""
     fix: str = ""
+    is_lost: bool = False
+    """True: nothing but the process is lost, and another one can take its place."""
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure:
@@ -71,10 +73,15 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         at=at,
         what=_in_words(error),
         details="".join(traceback.format_exception(type(error), error, trace)).rstrip(),
-        is_echo=isinstance(error, LostPeer) or (isinstance(error, RuntimeError) and bool(_ECHO.search(str(error)))),
+        is_echo=is_echo(error),
         may_pass=isinstance(error, RuntimeError | OSError | LostPeer) and not has_no_memory,
         fix=LESS_MEMORY if has_no_memory else "",
     )
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether an exception is most likely the consequence of another rank's failure."""
+    return isinstance(error, LostPeer) or (isinstance(error, RuntimeError) and bool(_ECHO.search(str(error))))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -114,10 +121,17 @@ def sudden_end(rank: int, exit_code: int, memory: Memory) -> Failure:
         what = f"ended with exit code {exit_code} before its function returned, while the other ranks were running"
     else:
         what = f"was killed by signal {-exit_code} ({_signal_name(-exit_code)})"
-    if exit_code == -signal.SIGKILL:
-        what += memory.explanation()
-    # Exit code 0 is a choice of the program (`os._exit(0)`), which it would make again.
-    return Failure(code="N024", rank=rank, at=time.monotonic(), what=what, is_sudden=True, may_pass=exit_code != 0)
+    lack_of_memory = memory.explanation() if exit_code == -signal.SIGKILL else ""
+    return Failure(
+        code="N024",
+        rank=rank,
+        at=time.monotonic(),
+        what=what + lack_of_memory,
+        is_sudden=True,
+        may_pass=exit_code != 0,  # 0 is a choice of the program (`os._exit(0)`), which it would make again
+        # gloo aborts where ranks make different calls, and a file that has become shorter is a bus error.
+        is_lost=exit_code not in (0, -signal.SIGABRT, -signal.SIGBUS) and not lack_of_memory,
+    )
 
 
 def as_exception(failure: Failure, *, directory: Path, num_workers: int) -> ShoalError:

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from shoal.comm.world import World
 from shoal.config.recipe import Recipe
 from shoal.data.loader import Loader, evaluation_batches
 from shoal.errors import ShoalError
+from shoal.launch.survivor import armed, note_joined
 from shoal.numerics.lr_schedule import lr_factor, scaled_lr
 from shoal.numerics.optim.build import set_lr
 from shoal.numerics.precision import slow_here
@@ -53,6 +54,9 @@ class RunInvocation:
     """auto, fresh, latest, or the number of a step."""
     generation: int = 0
     """How often the workers of this run were restarted."""
+    is_replacement: bool = False
+    """Whether this generation began because one worker was replaced: all ranks have trained this very job before, so
+    the checks that come before a first step have passed."""
     memory_root: Path | None = None
     """A folder in shared memory that outlives the workers."""
     saved_before: int = 0
@@ -60,12 +64,21 @@ class RunInvocation:
     command: str = ""
     """Identifies the command on all of its hosts and through its restarts; empty: it is not known."""
 
+    def in_generation_of(self, placement: Placement | None) -> RunInvocation:
+        """These options in the generation of a worker, which may have begun in this process."""
+        if placement is None or placement.generation <= self.generation:
+            return self
+        return replace(self, generation=placement.generation, is_replacement=True, start_time=time.time())
+
 
 def train(placement: Placement | None, store: Store | None, job: Job, invocation: RunInvocation) -> dict[str, Any]:
     """Train on this rank; returns the summary of the run, the same on every rank."""
     launch = job.recipe.launch
+    invocation = invocation.in_generation_of(placement)
     world = World.start(placement, device=launch.device, timeout=launch.timeout, store=store, threads=launch.threads)
-    reject_unlike_data(world, job)
+    note_joined()
+    if not invocation.is_replacement:
+        reject_unlike_data(world, job)
     job, sync_chosen = resolve_sync(job, world)
     recipe = job.recipe
     with build_run(recipe, world) as run:
@@ -98,7 +111,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         line.note(_headline(run, job, lr, choices, storage))
         loader = build_loader(job, run, workers=recipe.data.workers)
         try:
-            with stop_on_signals(line) as stop_request, phase("data"):
+            with stop_on_signals(line) as stop_request, phase("data"), armed():
                 was_stopped = _train_and_evaluate(run, job, loader, step_metrics, line, stop_request, storage)
         finally:
             loader.close()
@@ -135,6 +148,7 @@ def _storage(run: Run, job: Job, invocation: RunInvocation, line: ProgressLine) 
         generation=invocation.generation,
         memory_root=invocation.memory_root,
         command=invocation.command,
+        is_replacement=invocation.is_replacement,
     )
     if storage.manifest is None and invocation.saved_before:
         storage.close()

@@ -121,8 +121,7 @@ class Autosaver:
             reject_other_base(self.run.composed, world, manifest, store.where)
             self._compare_data(manifest)
             restore(self.run, manifest)
-            self._archive(after=manifest.step)
-            on_disk = on_main(world, store.steps, failed=f"{store.where} cannot be read")
+            on_disk = self._archive(after=manifest.step)
             self.last = self.saved = manifest.step if manifest.step in on_disk else None  # else it is only in memory
         return manifest
 
@@ -134,16 +133,18 @@ class Autosaver:
         """Archive all steps that an earlier run has left in the same place."""
         self._archive(after=-1)
 
-    def _archive(self, after: int) -> None:
-        """Archive later steps, so that no run resumes from them: they are damaged, or will be made again."""
+    def _archive(self, after: int) -> list[int]:
+        """Archive later steps, so that no run resumes from them: they are damaged, or will be made again. Returns those
+        that are left on the disk."""
 
-        def act() -> None:
+        def act() -> list[int]:
             self.disk.store.archive(after=after)
             if self.memory is not None:
                 self.memory.store.drop(after=after)
+            return list(self.disk.store.steps())
 
         fix = "--checkpoint.dir WRITABLE_DIRECTORY"
-        on_main(self.run.world, act, failed=f"steps after {after} cannot be archived", fix=fix)
+        return on_main(self.run.world, act, failed=f"steps after {after} cannot be archived", fix=fix)
 
     def check_free_space(self) -> None:
         """Raise before the first step if the checkpoints do not fit on the disk or in memory."""
@@ -161,10 +162,11 @@ class Autosaver:
     def claim_store(self) -> None:
         """Lock `checkpoint.dir`; raise if another run saves there now."""
         disk = self.disk.store
+        if self.job.recipe.checkpoint.dir is None or not disk.disk.renames:
+            return
 
         def claim() -> None:
-            if self.job.recipe.checkpoint.dir is not None and disk.disk.renames:
-                self._lock = locked(disk.root)
+            self._lock = locked(disk.root)
 
         on_main(self.run.world, claim, failed=f"{disk.where} cannot be locked", fix="--checkpoint.dir ELSEWHERE")
 

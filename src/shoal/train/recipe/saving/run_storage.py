@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +110,23 @@ def open_storage(
     generation: int,
     memory_root: Path | None,
     command: str = "",
+    is_replacement: bool = False,
 ) -> RunStorage:
-    """Claim the run directory and load the step to resume from. Every rank calls it; all raise or none does."""
+    """Claim the run directory and load the step to resume from. Every rank calls it; all raise or none does.
+
+    `is_replacement`: the directory is that of this very job, which has trained there before one worker was replaced.
+    """
     resume = "auto" if generation else "fresh" if job.recipe.run.overwrite else resume
     if job.recipe.run.start_from is not None:
         check_start_from(run, job.recipe, is_fresh=resume == "fresh")  # before anything is removed
-    directory = _claim_directory(run.world, job.recipe, resume, command, is_restart=generation > 0)
+    known = partial(RunDirectory.claim_again, job.recipe, command)
+    anew = partial(RunDirectory.claim, job.recipe, resume, command=command, is_restart=generation > 0)
+    directory = _claim_directory(run.world, known if is_replacement else anew)
     autosaver: Autosaver | None = None
     try:
         autosaver = Autosaver.of(run, job, directory=directory.path, memory_root=memory_root, say=line.say)
-        autosaver.check_free_space()
+        if not is_replacement:
+            autosaver.check_free_space()
         autosaver.claim_store()
         resumes = may_resume(resume, directory, job.recipe)
         has_base = bool(run.composed.base)
@@ -133,7 +141,7 @@ def open_storage(
         # All checks have passed. No file of metrics is opened before this.
         directory.evaluation = on_main(
             run.world,
-            lambda: _begin(directory, job, run.steps_done),
+            lambda: _begin(directory, job, run.steps_done, writes_recipe=not is_replacement),
             failed=f"the run directory {str(directory.path)!r} cannot be written",
             fix="--run.dir WRITABLE_DIRECTORY",
         )
@@ -171,22 +179,23 @@ def _reject_shorter_duration(run: Run, job: Job, directory: RunDirectory) -> Non
         )
 
 
-def _begin(directory: RunDirectory, job: Job, steps_done: int) -> tuple[int, float] | None:
+def _begin(directory: RunDirectory, job: Job, steps_done: int, *, writes_recipe: bool) -> tuple[int, float] | None:
     """Write the recipe, drop metrics of steps that will be repeated; returns the last evaluation that stays."""
-    directory.begin(job.recipe)
+    if writes_recipe:
+        directory.begin(job.recipe)
     # A run that resumes at its end reports its evaluation once more.
     directory.drop_metrics_after(steps_done, and_its_evaluation=steps_done == steps_of(job))
     return directory.last_evaluation()
 
 
-def _claim_directory(world: World, recipe: Recipe, resume: str, command: str, *, is_restart: bool) -> RunDirectory:
+def _claim_directory(world: World, claim: Callable[[], RunDirectory]) -> RunDirectory:
     """Claim the run directory on the main rank; if that fails, raise on every rank."""
     own: list[RunDirectory] = []
 
-    def claim() -> tuple[Path, bool]:
-        own.append(RunDirectory.claim(recipe, resume, command=command, is_restart=is_restart))
+    def act() -> tuple[Path, bool]:
+        own.append(claim())
         return own[0].path, own[0].resumes
 
     fix = "--run.dir WRITABLE_DIRECTORY"
-    path, goes_on = on_main(world, claim, failed="the run directory cannot be created", fix=fix)
+    path, goes_on = on_main(world, act, failed="the run directory cannot be created", fix=fix)
     return own[0] if own else RunDirectory(path, resumes=goes_on)
