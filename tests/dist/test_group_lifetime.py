@@ -33,7 +33,7 @@ def blocked_and_rebuilt(placement: Placement, store: Any, folder: str) -> list[t
         thread = threading.Timer(0.1, cut_groups)
         thread.start()
         if placement.rank == 0:
-            with pytest.raises(RuntimeError, match="closed|reset"):
+            with pytest.raises(RuntimeError, match=r"closed|reset"):
                 dist.all_reduce(torch.ones(1000))
         thread.join()
         seconds = time.monotonic() - began

@@ -7,7 +7,7 @@ the collective stays blocked). But the sockets of a group are visible: they appe
     main thread   all_reduce ─ waits ──────────── raises ─ leaves ─ drop_groups ─ new groups ...
     other thread                 cut_groups: shutdown(2) of every connected socket
 
-A socket that listens must not be shut: gloo would end the process. It has no peer, which tells it apart.
+A socket that listens must not be shut: gloo would end the process. It has no peer, and so it is left out.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 [1] One rank alone, of workers that all train, lost without an exception of its own, and within the budget of restarts.
 [2] The order is the number of the next generation. It has its own folder: store, boards, heartbeats.
-[3] The fork does not wait for the others: it meets them at the store.
+[3] The fork does not wait for the others: they connect through the store.
 [4] A rank that does not leave in time is ended and replaced, too: all ranks load the last checkpoint anyway. If the
     ranks do not come together, or another one is lost before all train again, all workers are ended. The caller
     restarts all of them then.
