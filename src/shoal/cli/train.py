@@ -260,9 +260,10 @@ def _check_size(options: Train, ranks: int, recipe: Recipe, model: nn.Module) ->
 def _run(job: Job, options: Train, placement: Placement | None, world_size: int, start_time: float) -> dict[str, Any]:
     """Run the job on workers that this process starts, or as one worker of another launcher."""
     from shoal.elastic.memory_tier import memory_tier
-    from shoal.elastic.restart import with_restarts
+    from shoal.elastic.restart import RestartBudget, with_restarts
     from shoal.launch.local import launch
-    from shoal.train.recipe.loop import RunInvocation, train
+    from shoal.train.recipe.invocation import RunInvocation
+    from shoal.train.recipe.loop import train
 
     launched, settings = job.recipe.launch, job.recipe.checkpoint
     saves = not job.recipe.run.fast_dev_run
@@ -280,10 +281,19 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
         restarted = replace(invocation, generation=generation, memory_root=root, start_time=began)
         grace_period, timeout = launched.grace_period, launched.timeout
         with _naming_shortened_data(job):
-            return launch(train, (job, restarted), nproc=world_size, grace_period=grace_period, timeout=timeout)[0]
+            return launch(
+                train,
+                (job, restarted),
+                nproc=world_size,
+                grace_period=grace_period,
+                timeout=timeout,
+                budget=budget if launched.recovery == "replace" else None,
+            )[0]
 
     def say(text: str) -> None:
         print(f"shoal: {text}", file=sys.stderr, flush=True)
+
+    budget = RestartBudget(most=launched.max_restarts if saves else 0, say=say)
 
     with (
         _explaining_memory(job),  # outside of the restarts: workers are forked from a process that has not computed
@@ -292,7 +302,7 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
         if settings.memory_every.amount and saves
         else nullcontext() as root,
     ):
-        return with_restarts(start, most=launched.max_restarts if saves else 0, say=say)
+        return with_restarts(start, budget)
 
 
 def _saves_to(recipe: Recipe, resume: str) -> str:

@@ -15,7 +15,7 @@ from shoal.cli.agent.prepare import TrainVerb
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.config.recipe import Recipe
 from shoal.elastic.replan import plan_for_ranks
-from shoal.elastic.restart import with_restarts
+from shoal.elastic.restart import RestartBudget, with_restarts
 from shoal.errors import ShoalError, raise_if
 from shoal.launch.hosts.agent.join import run_agent
 from shoal.launch.hosts.coordinator import coordinating
@@ -55,7 +55,7 @@ def train_on_hosts(
         min_hosts=_min_hosts(options.min_hosts, len(hosts)),
     ) as coordinator:
         most = 0 if recipe.run.fast_dev_run else recipe.launch.max_restarts
-        value = with_restarts(coordinator.run, most=most, say=_say, sleep=coordinator.pause)
+        value = with_restarts(coordinator.run, RestartBudget(most=most, say=_say), sleep=coordinator.pause)
     return value["summary"], value["is_written"]
 
 
