@@ -181,7 +181,7 @@ def test_pauses_grow_where_restarts_do_not_help(
         pauses.append(seconds)
 
     with pytest.raises(RunFailed):
-        with_restarts(start, most=3, say=lambda text: None, sleep=sleep)
+        with_restarts(start, RestartBudget(most=3, say=lambda text: None), sleep=sleep)
     assert max(pauses) == (30.0 if lives < 10 else restart.FIRST_PAUSE)
     assert len(pauses) == pytest.approx(600 / (lives + max(pauses)), abs=most_pauses)
 
