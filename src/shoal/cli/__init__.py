@@ -24,6 +24,8 @@ VERBS = {
     "backtest": "compare the planner's predictions with tables of measured runs",
     "checkpoint": "list, verify and compare checkpoints; export them to other formats and import from them",
     "generate": "print how a trained language model continues a prompt",
+    "doctor": "check this host, a recipe, several hosts or a run for the usual causes of failures",
+    "presets": "list the models, clusters and recipes that other verbs accept",
     "schema": "print the JSON schema of a recipe, for editors",
     "explain": "print the page of an error code: the rule, why it holds, and the ways to fix it",
 }
