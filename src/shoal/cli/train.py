@@ -267,9 +267,10 @@ def _check_size(options: Train, ranks: int, recipe: Recipe, model: nn.Module) ->
 def _run(job: Job, options: Train, placement: Placement | None, world_size: int, start_time: float) -> dict[str, Any]:
     """Run the job on workers that this process starts, or as one worker of another launcher."""
     from shoal.elastic.memory_tier import memory_tier
-    from shoal.elastic.restart import with_restarts
+    from shoal.elastic.restart import RestartBudget, with_restarts
     from shoal.launch.local import launch
-    from shoal.train.recipe.loop import RunInvocation, train
+    from shoal.train.recipe.invocation import RunInvocation
+    from shoal.train.recipe.loop import train
 
     launched, settings = job.recipe.launch, job.recipe.checkpoint
     saves = not job.recipe.run.fast_dev_run
@@ -279,7 +280,7 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
     )
     if placement or world_size == 1:
         generation = placement.generation if placement else 0
-        with _naming_shortened_data(job):
+        with _naming_shortened_data(job), _explaining_memory(job):
             return _train_here(train, placement, (job, replace(invocation, generation=generation)))
 
     def start(generation: int) -> dict[str, Any]:
@@ -287,18 +288,28 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
         restarted = replace(invocation, generation=generation, memory_root=root, start_time=began)
         grace_period, timeout = launched.grace_period, launched.timeout
         with _naming_shortened_data(job):
-            return launch(train, (job, restarted), nproc=world_size, grace_period=grace_period, timeout=timeout)[0]
+            return launch(
+                train,
+                (job, restarted),
+                nproc=world_size,
+                grace_period=grace_period,
+                timeout=timeout,
+                budget=budget if launched.recovery == "replace" else None,
+            )[0]
 
     def say(text: str) -> None:
         print(f"shoal: {text}", file=sys.stderr, flush=True)
 
+    budget = RestartBudget(most=launched.max_restarts if saves else 0, say=say)
+
     with (
+        _explaining_memory(job),  # outside of the restarts: workers are forked from a process that has not computed
         _signals_as_exceptions(),
         memory_tier(settings.memory_dir, say, saves_to=_saves_to(job.recipe, options.resume))
         if settings.memory_every.amount and saves
         else nullcontext() as root,
     ):
-        return with_restarts(start, most=launched.max_restarts if saves else 0, say=say)
+        return with_restarts(start, budget)
 
 
 def _saves_to(recipe: Recipe, resume: str) -> str:
@@ -319,6 +330,19 @@ def _naming_shortened_data(job: Job) -> Iterator[None]:
     except RunFailed:
         reject_shortened_data(job)
         raise
+
+
+@contextmanager
+def _explaining_memory(job: Job) -> Iterator[None]:
+    """If a rank had no memory left, raise an error that has its memory by cause, and a plan that would fit."""
+    try:
+        yield
+    except RunFailed as error:
+        if not error.memory:
+            raise
+        from shoal.train.recipe.memory.explain import explained  # the planner, which few runs need
+
+        raise explained(job.recipe, error) from error.__cause__
 
 
 def _print_choice(chosen: Prediction) -> None:
@@ -401,7 +425,9 @@ def _train_here(
         rank, size = (placement.rank, placement.world_size) if placement else (0, 1)
         failure = failure_of(rank, error)
         text = f"rank {rank} of {size} failed: {failure.what}\n{failure.details}"
-        raise RunFailed(text, fix=failure.fix, code=failure.code) from error
+        failed = RunFailed(text, fix=failure.fix, code=failure.code)
+        failed.memory = {"rank": rank, **failure.memory} if failure.lacks_memory else {}
+        raise failed from error
 
 
 def _write_summary(summary: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from shoal.cli.agent.prepare import TrainVerb
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.config.recipe import Recipe
 from shoal.elastic.replan import plan_for_ranks
-from shoal.elastic.restart import with_restarts
+from shoal.elastic.restart import RestartBudget, with_restarts
 from shoal.errors import ShoalError, raise_if
 from shoal.launch.hosts.agent.join import run_agent
 from shoal.launch.hosts.coordinator import Coordinator, coordinating
@@ -59,8 +59,10 @@ def train_on_hosts(
             min_hosts=_min_hosts(options.min_hosts, len(hosts)),
         )
 
-    most = 0 if recipe.run.fast_dev_run else recipe.launch.max_restarts
-    train = partial(with_restarts, most=most, say=_say)
+    def train(start: Callable[[int], Any], *, sleep: Callable[[float], None]) -> Any:
+        most = 0 if recipe.run.fast_dev_run else recipe.launch.max_restarts
+        return with_restarts(start, RestartBudget(most=most, say=_say), sleep=sleep)
+
     if options.store is None:
         with coordinated(job) as coordinator:
             value = train(coordinator.run, sleep=coordinator.pause)

@@ -29,7 +29,7 @@ from shoal.comm.heartbeat import recorder
 from shoal.comm.heartbeat.arrivals import Arrivals, Straggler, sample_of
 from shoal.comm.heartbeat.board import HeartbeatBoard
 from shoal.comm.heartbeat.messages import MessageCounter, count_messages
-from shoal.comm.heartbeat.recorder import group_of
+from shoal.comm.heartbeat.ticket import Ticket, group_of
 
 FIRST_STEPS = 3
 """Steps of a worker that may be slow: libraries load, memory is allocated, kernels are chosen."""
@@ -68,7 +68,7 @@ class Heart:
         self._last: dict[str, Any] = {}
         self._still = 0
         self._recorded: recorder.Counters = {}
-        self._tickets: list[recorder.Ticket] = []
+        self._tickets: list[Ticket] = []
         self._newest: list[dict[str, Any]] = []
         self._lock = threading.RLock()
         self._end = threading.Event()
@@ -134,6 +134,10 @@ class Heart:
         channels = {name: entered for name, (entered, _) in counted.items() if ":" not in name}
         return {axes[group_of(name)]: entered for name, entered in channels.items() if group_of(name) in axes}
 
+    def progress(self) -> Any:
+        """A value that differs from the one before as long as this rank enters collectives and sends messages."""
+        return self._entered(), self._own_counters()
+
     def begin(self, phase: str) -> str:
         """Enter a phase; returns the one before."""
         before, self.phase = self.phase, phase
@@ -181,7 +185,7 @@ class Heart:
         self._sample = int(time.monotonic() / SAMPLE_EVERY)
         self.samples.write(self.index, {"number": self._sample, "arrived": sample_of(self._local(recorder.tickets()))})
 
-    def _local(self, tickets: list[recorder.Ticket]) -> list[recorder.Ticket]:
+    def _local(self, tickets: list[Ticket]) -> list[Ticket]:
         """Those of groups whose ranks are all on this host: of others, the last to arrive may be elsewhere."""
         first = self.rank - self.index
         here = range(first, first + self.board.size)
@@ -211,7 +215,7 @@ def only_pending(beat: dict[str, Any]) -> dict[str, Any]:
     return {**beat, "counters": counters, "groups": groups, "tickets": beat["tickets"][-4:], "is_partial": True}
 
 
-def _newest(tickets: list[recorder.Ticket]) -> list[dict[str, Any]]:
+def _newest(tickets: list[Ticket]) -> list[dict[str, Any]]:
     """The newest tickets of each channel, oldest first."""
     counted: dict[str, int] = {}
     kept = []
@@ -246,13 +250,18 @@ _heart: Heart | None = None
 
 
 def start_heart(board: Path, *, index: int, size: int, stack_file: Path) -> Heart | None:
-    """Start the heartbeat of this worker; None if there is no board."""
+    """Start the heartbeat of this worker, in place of that of an earlier generation; None if there is no board."""
     global _heart
+    if _heart is not None:
+        _heart.stop()
+        recorder.forget()
     if not board.exists():
         return None
     boards = HeartbeatBoard(board, size), HeartbeatBoard(board, size, part=1)
-    _heart = Heart(*boards, index=index, stack_file=stack_file)
+    before, _heart = _heart, Heart(*boards, index=index, stack_file=stack_file)
     _heart.start()
+    if before is not None:
+        before._stacks.close()  # the signal handler writes to the new one
     return _heart
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.comm.group_lifetime import noting_connections
 from shoal.comm.rendezvous.mac import TAG, mac
 from shoal.errors import RunFailed
 
@@ -40,7 +41,8 @@ class Session:
         """Create a group as `torch.distributed.new_group` does, and authenticate it. Every rank of the world calls
         it."""
         number = next(self._numbers)
-        group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), **options)
+        with noting_connections():
+            group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), **options)
         if ranks is None or dist.get_rank() in ranks:
             self._prove(group, number, min(options.get("timeout") or GRACE_PERIOD, GRACE_PERIOD))
         return group

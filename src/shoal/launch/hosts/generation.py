@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.errors import Problem, RunFailed, ShoalError, raise_if
-from shoal.launch.failure import Failure, first_failure
+from shoal.launch.failure import Failure, cause_of, first_failure
 from shoal.launch.hosts.members import Member, Members
 from shoal.launch.hosts.messages import Message
 from shoal.launch.hosts.reports import error_from, failure_from
@@ -301,7 +301,7 @@ class Generation:
             error.may_pass = cause.may_pass
         if isinstance(error, RunFailed):
             error.saved_step = self.saved_step
-            error.cause = "" if cause.is_sudden else cause.what
+            error.cause = cause_of(cause)
         return error
 
     # ---- signals ---------------------------------------------------------------------------------------------------
