@@ -44,7 +44,7 @@ def kinds() -> set[str]:
         kind = todo.pop()
         found.add(kind.__name__)
         todo += kind.__subclasses__()
-    return found | {"Problem", "Failure", "OutOfBounds", "MismatchedModel"}
+    return found | {"Problem", "Failure", "OutOfBounds", "MismatchedModel", "LostLead"}
 
 
 def sites() -> Iterator[Site]:
