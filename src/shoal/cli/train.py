@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import tyro
 
@@ -142,6 +142,11 @@ def _train(options: Train, reading: RecipeReading, start_time: float, out: TextI
 def _write_result(job: Job, summary: dict[str, Any]) -> bool:
     """Write the summary and the measurement beside the run; whether the summary was written."""
     is_written = _write_summary(summary)
+    if summary["run_directory"]:
+        from shoal.observe.events import append_event
+
+        event: Literal["stopped", "ended"] = "stopped" if summary["was_stopped"] else "ended"
+        append_event(Path(summary["run_directory"]), event, summary["steps"])
     _append_measurement(job, summary)
     return is_written
 
@@ -272,14 +277,14 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
     )
     if placement or world_size == 1:
         generation = placement.generation if placement else 0
-        with _naming_shortened_data(job):
+        with _noting_failure(job, invocation.command), _naming_shortened_data(job):
             return _train_here(train, placement, (job, replace(invocation, generation=generation)))
 
     def start(generation: int) -> dict[str, Any]:
         began = start_time if not generation else time.time()
         restarted = replace(invocation, generation=generation, memory_root=root, start_time=began)
         grace_period, timeout = launched.grace_period, launched.timeout
-        with _naming_shortened_data(job):
+        with _noting_failure(job, invocation.command), _naming_shortened_data(job):
             return launch(train, (job, restarted), nproc=world_size, grace_period=grace_period, timeout=timeout)[0]
 
     def say(text: str) -> None:
@@ -300,6 +305,20 @@ def _saves_to(recipe: Recipe, resume: str) -> str:
 
     resume = "fresh" if recipe.run.overwrite else resume
     return recipe.checkpoint.dir or str(RunDirectory.preview(recipe, resume).path / "checkpoints")
+
+
+@contextmanager
+def _noting_failure(job: Job, command: str) -> Iterator[None]:
+    """Write the reason of a failure into the run directory, for `shoal report`."""
+    try:
+        yield
+    except Exception as error:
+        from shoal.observe.events import append_failure
+        from shoal.observe.run_directory import directory_of_command
+
+        if (path := directory_of_command(job.recipe, command)) is not None:
+            append_failure(path, error)
+        raise
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from shoal.comm.all_or_none import on_main
 from shoal.comm.world import World
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
+from shoal.observe.events import append_event
 from shoal.observe.progress import ProgressLine
 from shoal.observe.run_directory import RunDirectory
 from shoal.train.recipe.preflight import Job, steps_of
@@ -133,7 +134,7 @@ def open_storage(
         # All checks have passed. No file of metrics is opened before this.
         directory.evaluation = on_main(
             run.world,
-            lambda: _begin(directory, job, run.steps_done),
+            lambda: _begin(directory, job, run.steps_done, generation),
             failed=f"the run directory {str(directory.path)!r} cannot be written",
             fix="--run.dir WRITABLE_DIRECTORY",
         )
@@ -171,9 +172,11 @@ def _reject_shorter_duration(run: Run, job: Job, directory: RunDirectory) -> Non
         )
 
 
-def _begin(directory: RunDirectory, job: Job, steps_done: int) -> tuple[int, float] | None:
+def _begin(directory: RunDirectory, job: Job, steps_done: int, generation: int) -> tuple[int, float] | None:
     """Write the recipe, drop metrics of steps that will be repeated; returns the last evaluation that stays."""
     directory.begin(job.recipe)
+    restart = f"restart {generation}" if generation else ""
+    append_event(directory.path, "resumed" if steps_done or generation else "started", steps_done, restart)
     # A run that resumes at its end reports its evaluation once more.
     directory.drop_metrics_after(steps_done, and_its_evaluation=steps_done == steps_of(job))
     return directory.last_evaluation()
