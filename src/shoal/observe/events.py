@@ -24,7 +24,7 @@ LONGEST_REASON = 1500
 
 def append_event(directory: Path, event: Event, step: int, reason: str = "", code: str = "") -> None:
     """Append one line, in one write."""
-    record = {"event": event, "step": step, "time": round(time.time(), 3)}
+    record: dict[str, str | int | float] = {"event": event, "step": step, "time": round(time.time(), 3)}
     record |= {"reason": reason[:LONGEST_REASON]} if reason else {}
     record |= {"code": code} if code else {}
     with suppress(OSError), opened(directory / "events.jsonl", "ab", buffering=0) as file:

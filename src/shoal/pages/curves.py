@@ -52,12 +52,13 @@ def downsample(steps: Sequence[int], values: Sequence[float], most: int = MOST_P
     kept: list[int] = []
     buckets = most // 2
     for bucket in range(buckets):
-        rows = range(count * bucket // buckets, count * (bucket + 1) // buckets)
-        finite = [row for row in rows if math.isfinite(values[row])]
+        start, stop = count * bucket // buckets, count * (bucket + 1) // buckets
+        stretch = values[start:stop]
+        finite = [value for value in stretch if math.isfinite(value)]
         if finite:
-            kept += sorted({min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)})
+            kept += sorted({start + stretch.index(min(finite)), start + stretch.index(max(finite))})
         else:
-            kept.append(rows[0])
+            kept.append(start)
     return [steps[row] for row in kept], [values[row] for row in kept]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from shoal.errors import ShoalError
 from shoal.files import open_regular
 from shoal.pages import curves
-from shoal.pages.html import page, section
+from shoal.pages.html import page, section, text
 from shoal.pages.run.read_run import RunRecord
 from shoal.pages.sections import compare, layout, marks, origin, time_spent, top
 
@@ -49,20 +49,20 @@ def _one(run: RunRecord, drawn: str) -> str:
 def _several(runs: Sequence[RunRecord], drawn: str) -> str:
     parts = [compare.figures(runs), drawn, compare.differences(runs)]
     for run in runs:
-        name = section(f"<bdi>{top.text(run.name, 80)}</bdi>", top.verdict(run) + top.look_next(run))
+        name = section(f"<bdi>{text(run.name, 80)}</bdi>", top.verdict(run) + top.look_next(run))
         parts.append(
             f'<div class="run">{name}{time_spent.time_spent(run)}{layout.layout(run)}{origin.origin(run)}</div>'
         )
     return "".join(parts)
 
 
-def write_page(path: Path, text: str) -> None:
+def write_page(path: Path, content: str) -> None:
     """Write the page at once: a reader sees the old one or the new one. A link in its place is replaced."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with os.fdopen(open_regular(part, flags), "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
+            file.write(content)
         part.replace(path)
     except OSError as error:
         with suppress(OSError):

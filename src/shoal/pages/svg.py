@@ -82,7 +82,8 @@ def heat_map(rows: Sequence[tuple[str, Sequence[float | None]]], label: str) -> 
         return ""
     number = max((len(cells) for _, cells in rows), default=0) or 1
     height = max(4, min(18, 640 // len(rows)))
-    wide, paths = 940 / number, [[] for _ in range(LEVELS)]  # type: list[list[str]]
+    wide = 940 / number
+    paths: list[list[str]] = [[] for _ in range(LEVELS)]
     for row, (_, cells) in enumerate(rows):
         for column, value in enumerate(cells):
             if value is not None:

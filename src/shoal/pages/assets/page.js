@@ -4,7 +4,8 @@
   const found = JSON.parse(document.getElementById("data").textContent);
   const places = [...document.querySelectorAll(".chart")];
   if (!places.length || typeof uPlot === "undefined") return;
-  const state = { axis: "step", log: false, smooth: false, range: null };
+  const isDense = found.runs.some((run) => Object.values(run.curves).some((curve) => curve[0].length > 800));
+  const state = { axis: "step", log: false, smooth: isDense, range: null };
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const NAMES = { step: "step", tokens: found.unit, seconds: "time" };
   let drawn = [];
@@ -47,11 +48,11 @@
     return values.map((value) => (value == null ? null : (mean = mean == null ? value : keep * mean + (1 - keep) * value)));
   }
 
-  function tableOf(run, key) {
+  function tableOf(run, key, isSmooth) {
     const curve = run.curves[key];
     if (!curve) return null;
     const xs = curve[0].map((step) => place(run, step));
-    const ys = key !== "eval_loss" && state.smooth ? smoothed(curve[1]) : curve[1];
+    const ys = isSmooth ? smoothed(curve[1]) : curve[1];
     // Where two steps share a place (a tokens column that stands still), the last one counts.
     const rows = new Map(xs.map((x, index) => [x, ys[index]]));
     return [[...rows.keys()].sort((a, b) => a - b), null, rows];
@@ -60,14 +61,16 @@
   function seriesOf(key) {
     const series = [], tables = [];
     const add = (run, number, name, each, style) => {
-      const table = tableOf(run, each);
+      const table = tableOf(run, each, style.isSmooth);
       if (!table) return;
       tables.push([table[0], table[0].map((x) => table[2].get(x) ?? null)]);
       series.push({ label: name, stroke: color(`--c${number % 6}`), width: 1.5, spanGaps: true, value: (_, v) => short(v), ...style });
     };
     const many = found.runs.length > 1;
     found.runs.forEach((run, number) => {
-      add(run, number, many ? run.name : key === "loss" ? "training" : "value", key, { points: { show: false } });
+      const hasRaw = state.smooth && key !== "lr" && key !== "memory_gib";
+      if (hasRaw) add(run, number, "", key, { class: "raw", alpha: many ? 0.16 : 0.3, width: 1, points: { show: false } });
+      add(run, number, many ? run.name : key === "loss" ? "training" : "value", key, { isSmooth: hasRaw, points: { show: false } });
       const style = { dash: [6, 4], width: 1.5, points: { show: true, size: 5 } };
       if (key === "loss") add(run, many ? number : number + 1, many ? `${run.name}, validation` : "validation", "eval_loss", style);
     });
@@ -149,6 +152,7 @@
 
   const controls = document.querySelector(".controls");
   controls.hidden = false;
+  press([controls.querySelector("[data-smooth]")], () => state.smooth);
   const axes = [...controls.querySelectorAll("[data-axis]")];
   for (const button of axes) button.addEventListener("click", () => {
     state.axis = button.dataset.axis;

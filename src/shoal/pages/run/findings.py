@@ -39,7 +39,7 @@ def findings(run: RunRecord) -> list[Finding]:
 
 def _death(run: RunRecord) -> Iterator[Finding]:
     if run.state == "dead":
-        saved = max(run.saved_steps, default=0)
+        saved = run.saved_step
         lost = times(run.step - saved, "step")
         what = f"The same command resumes from step {saved:,}" if saved else "No step was saved"
         failure = last_failure(run)

@@ -53,6 +53,7 @@ class MetricsTable:
 def make_table(records: Iterable[Mapping[str, Any]]) -> MetricsTable:
     """The columns of records. Of several records of one step, the last counts."""
     rows: dict[int, Mapping[str, Any]] = {}
+    keys: set[str] = set()
     evaluations: dict[int, float] = {}
     for record in records:
         step = record["step"]
@@ -60,11 +61,13 @@ def make_table(records: Iterable[Mapping[str, Any]]) -> MetricsTable:
             evaluations[step] = number(record["eval_loss"])
         elif len(rows) < MOST_STEPS:
             rows[step] = record
+            keys.update(record)
     table = MetricsTable(sorted(rows), evaluations=sorted(evaluations.items()))
-    for name in COLUMNS:
-        if any(name in row for row in rows.values()):
-            table.columns[name] = array("d", (number(rows[step].get(name)) for step in table.steps))
-    table.skipped = [step for step in table.steps if rows[step].get("skipped") is True]
+    ordered = [rows[step] for step in table.steps]
+    for name in keys.intersection(COLUMNS):
+        values = [row.get(name) for row in ordered]
+        table.columns[name] = array("d", (each if type(each) is float else number(each) for each in values))
+    table.skipped = [row["step"] for row in ordered if row.get("skipped") is True]
     return table
 
 

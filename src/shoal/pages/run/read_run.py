@@ -51,6 +51,12 @@ class RunRecord:
         return max(last, int(found)) if found < 2**53 else last
 
     @property
+    def saved_step(self) -> int:
+        """The last step that is known to be saved; 0: there is none."""
+        noted = (event["step"] for event in self.events if event.get("event") == "saved")
+        return max((*noted, *self.saved_steps), default=0)
+
+    @property
     def plan(self) -> Plan | None:
         """The plan that ran; None: it is not known."""
         text = self.summary.get("plan") or self.recipe.get("plan")
@@ -129,7 +135,7 @@ def _saved_steps(path: Path) -> list[int]:
 
 
 def _ranks(path: Path) -> dict[int, list[Record]]:
-    found = {}
+    found: dict[int, list[Record]] = {}
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
         match = re.fullmatch(r"metrics\.rank(\d{1,6})\.jsonl", entry.name)
         if match and len(found) < MOST_RANKS:

@@ -6,7 +6,6 @@ The parts add to 1 by construction. Communication counts only as far as no compu
 from __future__ import annotations
 
 import math
-import statistics
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -52,8 +51,8 @@ def _communication(table: MetricsTable, start: int, stop: int, mean: float) -> t
     pairs = [(s, o) for s, o in zip(*columns, strict=True) if 0 <= s < math.inf and 0 <= o <= 1]
     if not pairs:
         return None, None
-    seconds = statistics.fmean(s for s, _ in pairs)
-    exposed = statistics.fmean(s * (1 - o) for s, o in pairs)
+    seconds = sum(s for s, _ in pairs) / len(pairs)
+    exposed = sum(s * (1 - o) for s, o in pairs) / len(pairs)
     return min(1.0, exposed / mean), min(1.0, (seconds - exposed) / mean)
 
 

@@ -12,6 +12,7 @@ from shoal.pages.run.metrics_table import number
 from shoal.pages.run.read_run import RunRecord
 from shoal.pages.words import duration, figure, large, percent
 
+STARTS = ("started", "resumed")
 REASON = "no reason is recorded: the processes were killed, or their machine was lost"
 
 
@@ -41,9 +42,9 @@ def verdict_of(run: RunRecord) -> Verdict:
 
 
 def last_failure(run: RunRecord) -> dict[str, Any] | None:
-    """The last event that is a failure, unless the run has made steps since."""
-    failures = [event for event in run.events if event.get("event") == "failed"]
-    return failures[-1] if failures else None
+    """The failure that ended a run; None: there is none, or the run was started again after it."""
+    last = next((event for event in reversed(run.events) if event.get("event") in ("failed", *STARTS)), None)
+    return last if last is not None and last["event"] == "failed" else None
 
 
 def loss_from_to(run: RunRecord) -> tuple[float | None, float | None]:

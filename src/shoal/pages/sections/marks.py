@@ -16,7 +16,7 @@ MOST_ROWS = 200
 
 
 def marks(run: RunRecord) -> list[dict[str, Any]]:
-    """The marks of a run by step: kind, step, and a reason."""
+    """The marks of a run in the order of events: kind, step, and a reason."""
     found = [
         {
             "step": event["step"],
@@ -33,7 +33,7 @@ def marks(run: RunRecord) -> list[dict[str, Any]]:
         {"step": step, "kind": "skipped", "reason": "a gradient was not finite", "time": None}
         for step in run.metrics.skipped[:MOST_ROWS]
     ]
-    return sorted(found, key=lambda mark: mark["step"])
+    return found
 
 
 def drawn(run: RunRecord) -> list[dict[str, Any]]:

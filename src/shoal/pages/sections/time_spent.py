@@ -60,7 +60,7 @@ def ranks(run: RunRecord) -> str:
         return ""
     middle = statistics.median(found)
     first, last = (pick(step for row in rows.values() for step in row) for pick in (min, max))
-    number_of_cells = max(len(row) for row in rows.values())
+    number_of_cells = min(60, max(len(row) for row in rows.values()))
     lines = [(str(rank), _cells(row, first, last, number_of_cells, middle)) for rank, row in rows.items()]
     note = (
         f"Time of a step on each of {len(rows)} ranks, steps {first:,} to {last:,}, sampled. Light: the median of"

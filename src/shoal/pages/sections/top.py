@@ -40,7 +40,7 @@ def verdict(run: RunRecord) -> str:
 def _with_unit(value: str) -> str:
     """A figure whose unit is small."""
     amount, _, unit = value.partition(" ")
-    return f"{text(amount)} <small>{text(unit)}</small>" if unit and amount[-1:].isdigit() else text(value)
+    return f"{text(amount)} <small>{text(unit)}</small>" if unit and " " not in unit else text(value)
 
 
 def look_next(run: RunRecord) -> str:
