@@ -33,7 +33,7 @@ def record(step: int, **more: Any) -> dict[str, Any]:
     """The metrics of one step."""
     seconds = 0.4 + 0.01 * (step % 7)
     return {
-        "step": step, "loss": 2 + 4 * math.exp(-step / 80) + 0.05 * math.sin(step), "grad_norm": 1 + math.cos(step) ** 2,
+        "step": step, "loss": 2 + 4 * math.exp(-step / 80) + 0.05 * math.sin(step), "grad_norm": 1 + math.cos(step),
         "lr": 3e-3 / (1 + step / 100), "tokens": step * 4096, "epoch": step / 1e4, "step_seconds": seconds,
         "data_wait_seconds": 0.1 * seconds, "tokens_per_s": 4096 / seconds, "mfu": None, "memory_gib": 1.5,
         "loss_scale": 1.0, "skipped": False, "comm_seconds": 0.2 * seconds, "comm_overlap_fraction": 0.5, **more,

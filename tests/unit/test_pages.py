@@ -119,7 +119,7 @@ CAUSES: dict[str, dict[str, Any]] = {
     "Steps wait for data": {"data_wait_seconds": 0.3},
     "Steps wait for communication": {"comm_seconds": 0.3, "comm_overlap_fraction": 0.0},
     "All wait for rank 3": {
-        "straggler_rank": 3, "straggler_late_seconds": 0.1, "straggler_cost_fraction": 0.2, "comm_overlap_fraction": 0.9,
+        "straggler_rank": 3, "straggler_late_seconds": 0.1, "straggler_cost_fraction": 0.2,
     },
     "The loss is not finite": {"loss": "nan"},
     "Updates were skipped: gradients were not finite": {"skipped": True},

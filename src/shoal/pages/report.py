@@ -23,7 +23,10 @@ BUTTONS = """\
 <button type="button" data-smooth aria-pressed="false">smooth</button></span>\
 <span class="group"><button type="button" data-reset>reset zoom</button></span></div>"""
 
-NOTE = "Drag over a chart to zoom into all of them; a double click shows everything again."
+NOTE = (
+    "Drag over a chart to zoom into all of them; a double click shows everything again. Dashed lines are failures (red)"
+    " and restarts; short ticks are saves."
+)
 
 
 def make_report(runs: Sequence[RunRecord]) -> str:

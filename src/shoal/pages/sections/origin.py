@@ -24,7 +24,7 @@ def predicted(run: RunRecord) -> str:
         ("memory, fullest rank", number(run.prediction.get("memory_gib")), measured, lambda x: f"{figure(x, 3)} GiB"),
     ]
     lines = [
-        (name, say(before), say(after), f"{after / before - 1:+.0%}")
+        (name, say(before), say(after), _difference(after / before))
         for name, before, after, say in rows
         if before > 0 and math.isfinite(before) and math.isfinite(after)
     ]
@@ -39,6 +39,15 @@ def predicted(run: RunRecord) -> str:
         name="predicted",
         note=note,
     )
+
+
+def _difference(ratio: float) -> str:
+    """How far a measurement is from its prediction.
+
+    >>> _difference(1.06), _difference(4.2)
+    ('+6 %', '4.2 times')
+    """
+    return f"{100 * (ratio - 1):+.0f} %" if 0.5 <= ratio <= 2 else f"{ratio:.2g} times"
 
 
 def origin(run: RunRecord) -> str:
