@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from shoal.config.load import build_recipe
-from shoal.train.recipe.loop import RunInvocation, _lr_factor, train
+from shoal.train.recipe.invocation import RunInvocation
+from shoal.train.recipe.loop import _lr_factor, train
 from shoal.train.recipe.preflight import Job, preflight
 from tests.rejects import rejects
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
@@ -26,6 +26,7 @@ from shoal.config.checks.settings import check_incomplete
 from shoal.config.load import RecipeReading
 from shoal.config.recipe import Recipe
 from shoal.errors import Findings, Problem, RunFailed, ShoalError, raise_if
+from shoal.observe.events import append_end
 from shoal.predict.cluster_parser import is_measured_here
 
 if TYPE_CHECKING:
@@ -142,11 +143,7 @@ def _train(options: Train, reading: RecipeReading, start_time: float, out: TextI
 def _write_result(job: Job, summary: dict[str, Any]) -> bool:
     """Write the summary and the measurement beside the run; whether the summary was written."""
     is_written = _write_summary(summary)
-    if summary["run_directory"]:
-        from shoal.observe.events import append_event
-
-        event: Literal["stopped", "ended"] = "stopped" if summary["was_stopped"] else "ended"
-        append_event(Path(summary["run_directory"]), event, summary["steps"])
+    append_end(summary)
     _append_measurement(job, summary)
     return is_written
 
@@ -265,9 +262,11 @@ def _check_size(options: Train, ranks: int, recipe: Recipe, model: nn.Module) ->
 def _run(job: Job, options: Train, placement: Placement | None, world_size: int, start_time: float) -> dict[str, Any]:
     """Run the job on workers that this process starts, or as one worker of another launcher."""
     from shoal.elastic.memory_tier import memory_tier
-    from shoal.elastic.restart import with_restarts
+    from shoal.elastic.restart import RestartBudget, with_restarts
     from shoal.launch.local import launch
-    from shoal.train.recipe.loop import RunInvocation, train
+    from shoal.observe.failure_event import noting_failure
+    from shoal.train.recipe.invocation import RunInvocation
+    from shoal.train.recipe.loop import train
 
     launched, settings = job.recipe.launch, job.recipe.checkpoint
     saves = not job.recipe.run.fast_dev_run
@@ -277,26 +276,36 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
     )
     if placement or world_size == 1:
         generation = placement.generation if placement else 0
-        with _noting_failure(job, invocation.command), _naming_shortened_data(job):
+        with noting_failure(job.recipe, invocation.command), _naming_shortened_data(job), _explaining_memory(job):
             return _train_here(train, placement, (job, replace(invocation, generation=generation)))
 
     def start(generation: int) -> dict[str, Any]:
         began = start_time if not generation else time.time()
         restarted = replace(invocation, generation=generation, memory_root=root, start_time=began)
         grace_period, timeout = launched.grace_period, launched.timeout
-        with _noting_failure(job, invocation.command), _naming_shortened_data(job):
-            return launch(train, (job, restarted), nproc=world_size, grace_period=grace_period, timeout=timeout)[0]
+        with noting_failure(job.recipe, invocation.command), _naming_shortened_data(job):
+            return launch(
+                train,
+                (job, restarted),
+                nproc=world_size,
+                grace_period=grace_period,
+                timeout=timeout,
+                budget=budget if launched.recovery == "replace" else None,
+            )[0]
 
     def say(text: str) -> None:
         print(f"shoal: {text}", file=sys.stderr, flush=True)
 
+    budget = RestartBudget(most=launched.max_restarts if saves else 0, say=say)
+
     with (
+        _explaining_memory(job),  # outside of the restarts: workers are forked from a process that has not computed
         _signals_as_exceptions(),
         memory_tier(settings.memory_dir, say, saves_to=_saves_to(job.recipe, options.resume))
         if settings.memory_every.amount and saves
         else nullcontext() as root,
     ):
-        return with_restarts(start, most=launched.max_restarts if saves else 0, say=say)
+        return with_restarts(start, budget)
 
 
 def _saves_to(recipe: Recipe, resume: str) -> str:
@@ -305,20 +314,6 @@ def _saves_to(recipe: Recipe, resume: str) -> str:
 
     resume = "fresh" if recipe.run.overwrite else resume
     return recipe.checkpoint.dir or str(RunDirectory.preview(recipe, resume).path / "checkpoints")
-
-
-@contextmanager
-def _noting_failure(job: Job, command: str) -> Iterator[None]:
-    """Write the reason of a failure into the run directory, for `shoal report`."""
-    try:
-        yield
-    except Exception as error:
-        from shoal.observe.events import append_failure
-        from shoal.observe.run_directory import directory_of_command
-
-        if (path := directory_of_command(job.recipe, command)) is not None:
-            append_failure(path, error)
-        raise
 
 
 @contextmanager
@@ -331,6 +326,19 @@ def _naming_shortened_data(job: Job) -> Iterator[None]:
     except RunFailed:
         reject_shortened_data(job)
         raise
+
+
+@contextmanager
+def _explaining_memory(job: Job) -> Iterator[None]:
+    """If a rank had no memory left, raise an error that has its memory by cause, and a plan that would fit."""
+    try:
+        yield
+    except RunFailed as error:
+        if not error.memory:
+            raise
+        from shoal.train.recipe.memory.explain import explained  # the planner, which few runs need
+
+        raise explained(job.recipe, error) from error.__cause__
 
 
 def _print_choice(chosen: Prediction) -> None:
@@ -413,7 +421,9 @@ def _train_here(
         rank, size = (placement.rank, placement.world_size) if placement else (0, 1)
         failure = failure_of(rank, error)
         text = f"rank {rank} of {size} failed: {failure.what}\n{failure.details}"
-        raise RunFailed(text, fix=failure.fix, code=failure.code) from error
+        failed = RunFailed(text, fix=failure.fix, code=failure.code)
+        failed.memory = {"rank": rank, **failure.memory} if failure.lacks_memory else {}
+        raise failed from error
 
 
 def _write_summary(summary: dict[str, Any]) -> bool:

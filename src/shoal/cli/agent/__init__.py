@@ -24,6 +24,9 @@ class Agent:
     name: str = ""
     """The name of this host in --hosts. Empty: its host name."""
 
+    wait: float = 60.0
+    """Seconds for which to wait for a coordinator that is not started yet."""
+
     key_from_stdin: bool = False
     """Read the key from the first line of stdin."""
 
@@ -46,7 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     from shoal.cli.train import as_verb
     from shoal.launch.hosts.agent.join import run_agent
 
-    return run_agent((host, int(port)), key, options.name or socket.gethostname(), as_verb().prepare)
+    wait = 0.0 if options.key_from_stdin else options.wait  # a coordinator that starts agents listens already
+    return run_agent((host, int(port)), key, options.name or socket.gethostname(), as_verb().prepare, wait=wait)
 
 
 def _key_of(options: Agent) -> Key:

@@ -15,13 +15,13 @@ from shoal.cli.agent.prepare import TrainVerb
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.config.recipe import Recipe
 from shoal.elastic.replan import plan_for_ranks
-from shoal.elastic.restart import with_restarts
-from shoal.errors import ShoalError
+from shoal.elastic.restart import RestartBudget, with_restarts
+from shoal.errors import ShoalError, raise_if
 from shoal.launch.hosts.agent.join import run_agent
 from shoal.launch.hosts.coordinator import coordinating
 from shoal.launch.hosts.generation import Job
-from shoal.launch.hosts.hostlist import choose_address, read_hosts, reject_loopback_names
-from shoal.launch.hosts.ssh import NOBODY, SSH
+from shoal.launch.hosts.hostlist import check_names, choose_address, read_hosts
+from shoal.launch.hosts.ssh import NOBODY, SSH, is_reached, route_to
 
 
 def train_on_hosts(
@@ -30,9 +30,8 @@ def train_on_hosts(
     """Train on all hosts of --hosts; returns the summary of the run, and whether it was written."""
     _reject_launcher()
     hosts = read_hosts(options.hosts, default_slots=recipe.launch.nproc)
-    reject_loopback_names(hosts)
-    _reject_memory_tier(recipe)
     ssh = options.ssh or os.environ.get("SHOAL_SSH") or SSH
+    raise_if(check_names(hosts, partial(is_reached, template=ssh)))
     job = Job(
         words=words,
         recipe=None if options.recipe is None else hashlib.sha256(options.recipe.read_bytes()).hexdigest(),
@@ -47,7 +46,7 @@ def train_on_hosts(
 
     with coordinating(
         hosts,
-        choose_address(hosts, options.listen),
+        choose_address(hosts, options.listen, partial(route_to, template=ssh)),
         job,
         key=shared_key() if ssh == NOBODY else None,
         ssh=ssh,
@@ -56,7 +55,7 @@ def train_on_hosts(
         min_hosts=_min_hosts(options.min_hosts, len(hosts)),
     ) as coordinator:
         most = 0 if recipe.run.fast_dev_run else recipe.launch.max_restarts
-        value = with_restarts(coordinator.run, most=most, say=_say, sleep=coordinator.pause)
+        value = with_restarts(coordinator.run, RestartBudget(most=most, say=_say), sleep=coordinator.pause)
     return value["summary"], value["is_written"]
 
 
@@ -87,15 +86,6 @@ def _reject_launcher() -> None:
             f"--hosts starts the ranks itself, but this is rank {placement.rank} of {placement.source}",
             fix="give the command once, without torchrun, srun or mpirun; or leave --hosts out",
             code="N068",
-        )
-
-
-def _reject_memory_tier(recipe: Recipe) -> None:
-    if recipe.checkpoint.memory_every.amount:
-        raise ShoalError(
-            "checkpoint.memory_every saves to the memory of one host, and cannot be used with --hosts",
-            fix="--checkpoint.memory_every 0step, and --checkpoint.every 1min",
-            code="N062",
         )
 
 

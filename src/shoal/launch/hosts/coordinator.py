@@ -24,12 +24,14 @@ from shoal.launch.hosts.hostlist import HostSpec
 from shoal.launch.hosts.lifetime import STOP_SIGNALS, forked
 from shoal.launch.hosts.members import Member, Members
 from shoal.launch.hosts.ssh import NOBODY, Command, start_agent, why_ended
-from shoal.launch.hosts.store import StoreProcess, close_all_but
+from shoal.launch.hosts.store.process import StoreProcess, close_all_but
 
 SECONDS_TO_NOTE = 8.0
 """Seconds after which hosts that have not joined are named."""
 FENCE = 1.0
 """Seconds after a host is lost before a generation without it starts."""
+SETTLE = 0.5
+"""Seconds after the first agent that cannot be started in which others may fail, too."""
 REVIVAL = 5.0
 """Seconds between two attempts to start the agent of a lost host."""
 
@@ -55,6 +57,8 @@ class Coordinator:
     """The hosts of the last generation."""
     num_saved: int = 0
     """The newest saved step."""
+    shares_disk: bool = True
+    """Whether all hosts were found to see the same directory of checkpoints."""
     experienced: set[Member] = field(default_factory=set)
     """The hosts that have run the job."""
     next_revival: float = 0.0
@@ -79,12 +83,14 @@ class Coordinator:
 
     def _run_generation(self, hosts: list[Member]) -> Any:
         generation = Generation(
-            self.number, self.members, hosts, self.job, self.store.address, self.signals, self.revive, self.num_saved
-        )
+            self.number, self.members, hosts, self.job, self.store.address, self.signals, self.revive,
+            saved_before=self.num_saved, shares_disk=self.shares_disk,
+        )  # fmt: skip
         try:
             generation.check_network()
             generation.prepare()
             check_shared_folder(generation)
+            self.shares_disk = generation.shares_disk
             members = [[host.name, host.spec.slots] for host in hosts]
             self.store.publish({"generation": self.number, "hosts": members, "plan": generation.plan})
             if len(hosts) != self.num_used:
@@ -170,18 +176,23 @@ class Coordinator:
     def _check_commands(self, missing: Sequence[Member]) -> None:
         """Raise if an agent cannot be started. After a loss, the host may need minutes, and it is tried again."""
         for member in missing:
-            command = self.commands.get(member)
-            if command is None or member.is_here:
-                continue
-            command.read()
-            if command.process.poll() is not None and self.number < 0:
-                raise why_ended(command)
+            if member in self.commands and not member.is_here:
+                self.commands[member].read()
+        ended = [member for member in missing if self._has_failed_to_start(member)]
+        if ended and self.number < 0:
+            self.pause(SETTLE)  # mistakes in a list of hosts come in numbers: all are reported at once
+            errors = [why_ended(self.commands[member]) for member in missing if self._has_failed_to_start(member)]
+            raise ShoalError(*(problem for error in errors for problem in error.problems))
         if self.number >= 0:
             self.revive()
 
+    def _has_failed_to_start(self, member: Member) -> bool:
+        command = self.commands.get(member)
+        return command is not None and not member.is_here and command.process.poll() is not None
+
     def _waiting_for(self, missing: Sequence[Member]) -> str:
         names = ", ".join(member.name for member in missing)
-        rejected = ", ".join(sorted(self.members.rejected))
+        rejected = ", ".join(sorted(self.members.door.rejected))
         key = f"; processes at {rejected} were rejected: they hold another key" if rejected else ""
         host, port = self.address
         by_hand = f"on each of them: shoal agent --join {host}:{port} --name NAME"

@@ -9,6 +9,7 @@ function shows its count only after a forward (`counting`); `deferred_count` the
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -318,10 +319,17 @@ def reject_shapes(logits: Any, labels: Tensor, *, fix: str = "") -> None:
         raise ShoalError(
             f"cross-entropy takes a label for each row of logits, not logits of shape {tuple(logits.shape)} and labels"
             f" of shape {tuple(labels.shape)}",
-            fix=fix
-            or "labels of the shape of the logits but for their last dim; or Run(loss=lambda model, batch: ...)",
+            fix=fix or f"{_reshaped(logits, labels)}; or Run(loss=lambda model, batch: ...)",
             code="T020",
         )
+
+
+def _reshaped(logits: Tensor, labels: Tensor) -> str:
+    """How to make labels fit, if there are as many as rows of logits."""
+    rows = tuple(logits.shape[:-1])
+    if logits.dim() and labels.numel() == math.prod(rows):
+        return f"labels.reshape({', '.join(map(str, rows))})"
+    return "labels of the shape of the logits but for their last dim"
 
 
 def _has_rows(logits: Any, labels: Tensor) -> bool:
