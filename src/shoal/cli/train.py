@@ -26,6 +26,7 @@ from shoal.config.checks.settings import check_incomplete
 from shoal.config.load import RecipeReading
 from shoal.config.recipe import Recipe
 from shoal.errors import Findings, Problem, RunFailed, ShoalError, raise_if
+from shoal.observe.events import append_end
 from shoal.predict.cluster_parser import is_measured_here
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ def _train(options: Train, reading: RecipeReading, start_time: float, out: TextI
 def _write_result(job: Job, summary: dict[str, Any]) -> bool:
     """Write the summary and the measurement beside the run; whether the summary was written."""
     is_written = _write_summary(summary)
+    append_end(summary)
     _append_measurement(job, summary)
     return is_written
 
@@ -269,6 +271,7 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
     from shoal.elastic.memory_tier import memory_tier
     from shoal.elastic.restart import RestartBudget, with_restarts
     from shoal.launch.local import launch
+    from shoal.observe.failure_event import noting_failure
     from shoal.train.recipe.invocation import RunInvocation
     from shoal.train.recipe.loop import train
 
@@ -280,14 +283,14 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
     )
     if placement or world_size == 1:
         generation = placement.generation if placement else 0
-        with _naming_shortened_data(job), _explaining_memory(job):
+        with noting_failure(job.recipe, invocation.command), _naming_shortened_data(job), _explaining_memory(job):
             return _train_here(train, placement, (job, replace(invocation, generation=generation)))
 
     def start(generation: int) -> dict[str, Any]:
         began = start_time if not generation else time.time()
         restarted = replace(invocation, generation=generation, memory_root=root, start_time=began)
         grace_period, timeout = launched.grace_period, launched.timeout
-        with _naming_shortened_data(job):
+        with noting_failure(job.recipe, invocation.command), _naming_shortened_data(job):
             return launch(
                 train,
                 (job, restarted),
