@@ -293,7 +293,7 @@ MUTATIONS = [
     M(
         "progress does not renew restarts",
         "elastic/restart.py",
-        "used, newest = 0, saved",
+        "self._used, self.newest = 0, saved",
         "newest = saved",
         "tests/cli/test_endings.py::test_a_run_that_makes_progress_has_all_its_restarts_again",
     ),

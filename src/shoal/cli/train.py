@@ -297,7 +297,7 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
                 nproc=world_size,
                 grace_period=grace_period,
                 timeout=timeout,
-                budget=budget if launched.recovery == "replace" else None,
+                budget=budget if _replaces_ranks(job.recipe) else None,
             )[0]
 
     def say(text: str) -> None:
@@ -313,6 +313,12 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
         else nullcontext() as root,
     ):
         return with_restarts(start, budget)
+
+
+def _replaces_ranks(recipe: Recipe) -> bool:
+    """Whether one lost rank is replaced. Neither NCCL's groups nor compiled code were tried in a process that stays."""
+    has_gpu = recipe.launch.device != "cpu" and not has_no_accelerator()
+    return recipe.launch.recovery == "replace" and not has_gpu and not recipe.run.compile
 
 
 def _saves_to(recipe: Recipe, resume: str) -> str:
