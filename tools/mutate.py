@@ -294,7 +294,7 @@ MUTATIONS = [
         "progress does not renew restarts",
         "elastic/restart.py",
         "self._used, self.newest = 0, saved",
-        "newest = saved",
+        "self.newest = saved",
         "tests/cli/test_endings.py::test_a_run_that_makes_progress_has_all_its_restarts_again",
     ),
     M(
