@@ -95,7 +95,7 @@ def test_two_hosts_compute_what_one_does(host: Host, hosts: list[tuple[str, str]
 @pytest.mark.wide
 def test_doctor_finds_a_closed_direction(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
     names = {address: name for name, address in hosts}
-    ssh = tmp_path / "ssh"
+    ssh = tmp_path / "enter"
     cases = " ".join(f"{address}) name={name};;" for address, name in names.items())
     ssh.write_text(f'#!/bin/sh\nhost=$1; shift\ncase $host in {cases} esac\nexec ip netns exec $name "$@"\n')
     ssh.chmod(0o700)

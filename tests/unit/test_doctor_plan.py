@@ -77,7 +77,7 @@ def test_loaders_need_shared_memory() -> None:
 def test_threads_of_the_ranks() -> None:
     pinned = lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # noqa: E731
     many = of(ranks=3, launch__threads="4", launch__device="cpu")
-    only(after(pinned, lambda: needs.threads(many)), Level.WARNING, "3 ranks × 4 threads on 1 cores", "--nproc 1")
+    only(after(pinned, lambda: needs.threads(many)), Level.WARNING, "3 ranks × 4 threads; 1 of ", "--nproc 1")
     one = of(ranks=1, launch__threads="4", launch__device="cpu")
     only(after(pinned, lambda: needs.threads(one)), Level.WARNING, "1 rank × 4 threads", "--launch.threads 1")
 
