@@ -112,7 +112,7 @@
     const isLog = state.log && (chart.key === "loss" || chart.key === "grad_norm" || chart.key === "lr");
     return {
       width, height: isWide ? 270 : 170,
-      cursor: { sync: { key: "page" }, drag: { x: true, y: false }, points: { size: 6 } },
+      cursor: { y: false, sync: { key: "page" }, drag: { x: true, y: false }, points: { size: 6 } },
       scales: { x: { time: false }, y: isLog ? { distr: 3 } : {} },
       axes: [{ ...axis, values: (_, ticks) => ticks.map(onAxis), space: 76, size: 32 }, { ...axis, size: 58, values: (_, ticks) => ticks.map((t) => (t == null ? "" : short(t))) }],
       series: [{ label: NAMES[state.axis], value: (_, v) => (v == null ? "–" : onAxis(v)) }, ...series],

@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.pages.run.metrics_table import number
 from shoal.pages.run.read_run import RunRecord
-from shoal.pages.words import duration, figure, large, percent
+from shoal.pages.words import duration, figure, large, percent, times
 
 STARTS = ("started", "resumed")
 REASON = "no reason is recorded: the processes were killed, or their machine was lost"
@@ -36,7 +36,9 @@ def verdict_of(run: RunRecord) -> Verdict:
         after = "the same command resumes it" if is_saved else "its last step is not saved"
         return Verdict(f"Stopped at {step}{goal}", f"a signal stopped it; {after}")
     if run.state == "ended":
-        return Verdict(f"Ended after {step.removeprefix('step ')} steps", "")
+        restarts = number(run.summary.get("restarts"))
+        after = f"after {times(restarts, 'restart')}: the reasons are below" if restarts > 0 else ""
+        return Verdict(f"Ended after {step.removeprefix('step ')} steps", after)
     failed = last_failure(run)
     return Verdict(f"Died at {step}{goal}", str(failed.get("reason") or REASON) if failed else REASON)
 
