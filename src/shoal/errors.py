@@ -122,6 +122,8 @@ class RunFailed(ShoalError):
     empty: there is none."""
     memory: Mapping[str, int] = MappingProxyType({})
     """Of a worker that had no memory left: its rank, and bytes by cause, measured."""
+    is_of_replacement: bool = False
+    """Whether it happened while a lost worker was being replaced."""
 
 
 class LostPeer(RunFailed):

@@ -386,8 +386,8 @@ def test_a_program_that_does_not_exist_starts_no_agent() -> None:
 def test_names_that_only_ssh_knows_are_accepted(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "ssh"
     script.write_text(
-        "#!/bin/sh\ncase $2 in alias) echo hostname 10.0.0.9;; far) echo hostname far; echo proxyjump gate;;"
-        " broken) exit 255;; *) echo hostname $2;; esac\n"
+        "#!/bin/sh\ncase $4 in alias) echo hostname 10.0.0.9;; far) echo hostname far; echo proxyjump gate;;"
+        " broken) exit 255;; *) echo hostname $4;; esac\n"
     )
     script.chmod(0o700)
     names = {

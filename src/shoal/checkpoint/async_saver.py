@@ -32,6 +32,7 @@ from shoal.checkpoint.save import Snapshot, save
 from shoal.checkpoint.state.model_state import Holder
 from shoal.checkpoint.storage.manifest import Shape
 from shoal.checkpoint.storage.store import Store
+from shoal.comm.group_lifetime import note_thread
 from shoal.comm.world import World
 from shoal.errors import LostPeer, RunFailed, ShoalError
 
@@ -132,6 +133,7 @@ class AsyncSaver:
                 self._error = error
 
         self._thread = threading.Thread(target=guarded, name="shoal-save", daemon=True)
+        note_thread(self._thread)
         self._thread.start()
 
     def _write(self, snapshot: Snapshot) -> None:

@@ -107,7 +107,7 @@ def _copy(
     if transfers:
         folder = partial(store.draft, step)
         act = partial(send_files, world, transfers, files, source=folder, target=folder, disk=store.disk)
-        all_or_none(world, act, **how)
+        all_or_none(world, act, kinds=(), **how)
 
 
 def _write_own(

@@ -71,6 +71,10 @@ class Train:
     ssh: str | None = None
     """The command that runs another one on {host}. None: SHOAL_SSH, or ssh. none: `shoal agent` is started there."""
 
+    store: str | None = None
+    """Where the state of a run on several hosts is: etcd://a:2379,b:2379/NAME. The same command on another host then
+    waits, and takes over when this host is lost. None: in this process."""
+
     listen: str | None = None
     """The address of this host at which other hosts connect, and a port: 10.0.0.1:29400. The next port is used too."""
 
@@ -105,7 +109,10 @@ def _train_on_hosts(
     recipe = reading.complete(lambda each: check_incomplete(each, None))
     if options.dry_run:
         return _train(options, reading, start_time, out, place_on_hosts(options.hosts, recipe.launch.nproc))
-    summary, is_written = train_on_hosts(options, words, recipe, as_verb(), start_time)
+    found = train_on_hosts(options, words, recipe, as_verb(), start_time)
+    if found is None:  # another coordinator has led it to its end, and has shown the summary
+        return 0
+    summary, is_written = found
     show_summary(summary, as_json=options.json, out=out)
     return _exit_code(summary, is_written=is_written, is_main=True)
 
@@ -217,7 +224,7 @@ def _check_resume(resume: str) -> Iterator[Problem]:
 
 def _check_hosts(options: Train) -> Iterator[Problem]:
     """Find options that have no effect without --hosts."""
-    for name in ("min_hosts", "ssh", "listen"):
+    for name in ("min_hosts", "ssh", "listen", "store"):
         if options.hosts is None and getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             yield Problem("N067", f"{flag} has no effect without --hosts", f"--hosts a:8,b:8, or leave {flag} out")
@@ -260,9 +267,10 @@ def _check_size(options: Train, ranks: int, recipe: Recipe, model: nn.Module) ->
 def _run(job: Job, options: Train, placement: Placement | None, world_size: int, start_time: float) -> dict[str, Any]:
     """Run the job on workers that this process starts, or as one worker of another launcher."""
     from shoal.elastic.memory_tier import memory_tier
-    from shoal.elastic.restart import with_restarts
+    from shoal.elastic.restart import RestartBudget, with_restarts
     from shoal.launch.local import launch
-    from shoal.train.recipe.loop import RunInvocation, train
+    from shoal.train.recipe.invocation import RunInvocation
+    from shoal.train.recipe.loop import train
 
     launched, settings = job.recipe.launch, job.recipe.checkpoint
     saves = not job.recipe.run.fast_dev_run
@@ -280,10 +288,19 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
         restarted = replace(invocation, generation=generation, memory_root=root, start_time=began)
         grace_period, timeout = launched.grace_period, launched.timeout
         with _naming_shortened_data(job):
-            return launch(train, (job, restarted), nproc=world_size, grace_period=grace_period, timeout=timeout)[0]
+            return launch(
+                train,
+                (job, restarted),
+                nproc=world_size,
+                grace_period=grace_period,
+                timeout=timeout,
+                budget=budget if launched.recovery == "replace" else None,
+            )[0]
 
     def say(text: str) -> None:
         print(f"shoal: {text}", file=sys.stderr, flush=True)
+
+    budget = RestartBudget(most=launched.max_restarts if saves else 0, say=say)
 
     with (
         _explaining_memory(job),  # outside of the restarts: workers are forked from a process that has not computed
@@ -292,7 +309,7 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
         if settings.memory_every.amount and saves
         else nullcontext() as root,
     ):
-        return with_restarts(start, most=launched.max_restarts if saves else 0, say=say)
+        return with_restarts(start, budget)
 
 
 def _saves_to(recipe: Recipe, resume: str) -> str:

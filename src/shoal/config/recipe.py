@@ -177,6 +177,10 @@ class LaunchSection(Section):
     """The number of restarts of all workers from the last checkpoint after one of them has died. The count starts over
     when a newer step was saved since the last restart. torchrun has its own flag of this name."""
 
+    recovery: Literal["replace", "restart"] = "replace"
+    """After one process on one host without GPUs has died. replace: start that process again; the others stay, and all
+    load the last checkpoint. restart: start all processes again, as after any other failure."""
+
 
 LONGEST_NAME = 200
 """Bytes of the name of a run. With a number appended, it names a directory."""

@@ -60,6 +60,8 @@ class Failure:
     """Of a rank that had no memory left: bytes by cause, as it or the launcher measured them."""
     phase: str = ""
     """The phase of the run in which a rank ended suddenly."""
+    is_lost: bool = False
+    """True: nothing but the process is lost, and another one can take its place."""
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure:
@@ -78,12 +80,17 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         at=at,
         what=_in_words(error),
         details="".join(traceback.format_exception(type(error), error, trace)).rstrip(),
-        is_echo=isinstance(error, LostPeer) or (isinstance(error, RuntimeError) and bool(_ECHO.search(str(error)))),
+        is_echo=is_echo(error),
         may_pass=isinstance(error, RuntimeError | OSError | LostPeer) and not has_no_memory,
         fix=LESS_MEMORY if has_no_memory else "",
         lacks_memory=has_no_memory,
         memory=getattr(error, MEASURED, {}),
     )
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether an exception is most likely the consequence of another rank's failure."""
+    return isinstance(error, LostPeer) or (isinstance(error, RuntimeError) and bool(_ECHO.search(str(error))))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -133,6 +140,8 @@ def sudden_end(rank: int, exit_code: int, memory: Memory) -> Failure:
         what=what,
         is_sudden=True,
         may_pass=exit_code != 0,  # 0 is a choice of the program (`os._exit(0)`), which it would make again
+        # gloo aborts where ranks make different calls, and a file that has become shorter is a bus error.
+        is_lost=exit_code not in (0, -signal.SIGABRT, -signal.SIGBUS) and not lacks_memory,
         fix=LESS_MEMORY if lacks_memory else "",
         lacks_memory=lacks_memory,
         memory=memory.of_worker(rank) if lacks_memory else {},

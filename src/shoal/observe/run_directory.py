@@ -94,6 +94,16 @@ class RunDirectory:
             raise _unwritable(path, error) from None
 
     @classmethod
+    def claim_again(cls, recipe: Recipe, command: str) -> RunDirectory:
+        """Lock the directory in which this command has trained this recipe before. Nothing in it is compared."""
+        path = Path(recipe.run.dir) if recipe.run.dir else _claimed_by(recipe, command)
+        path = path or _numbered(recipe, resume="auto", is_restart=True)
+        try:
+            return cls(path, resumes=True, lock=locked(path))
+        except OSError as error:
+            raise _unwritable(path, error) from None
+
+    @classmethod
     def preview(cls, recipe: Recipe, resume: str = "auto") -> RunDirectory:
         """The result of `claim`, or its error, without creating anything."""
         path = Path(recipe.run.dir) if recipe.run.dir else _numbered(recipe, resume=resume)

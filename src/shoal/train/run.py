@@ -272,6 +272,8 @@ class Run(RunState):
             if error is None:
                 self.check_last_step()
                 self._finish_saves()
+            elif self.parallel_model is not None:
+                self.parallel_model.close()  # its threads would wait for work while the process lives on
         finally:
             self.world.__exit__(kind, error, trace)
 

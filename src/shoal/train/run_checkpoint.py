@@ -240,4 +240,4 @@ def restore(run: RunState, manifest: Manifest) -> None:
         run.ema.num_updates, run.saved_ema = run.saved_ema, 0  # 0: the next update starts from the loaded weights
     run.extra = dict(state.get("extra", {}))
     run.steps_done = manifest.step
-    run.replicas_agreed_at = run.computed_alike_at = None
+    run.replicas_agreed_at = None

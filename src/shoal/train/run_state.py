@@ -106,8 +106,6 @@ class RunState:
         """Whether the count of the last step's loss was known only after its forwards, or not even then."""
         self.replicas_agreed_at: int | None = None
         """The last step after which all copies of tensors were compared and equal."""
-        self.computed_alike_at: int | None = None
-        """The last step whose gradients another rank has computed, too, and which were equal."""
 
     @property
     def device(self) -> torch.device:

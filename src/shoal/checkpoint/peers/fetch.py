@@ -152,7 +152,7 @@ def _fetch(candidate: Candidate, store: Store, world: World, hosts: HostRanks, h
     step, how = candidate.step, {"failed": f"step {candidate.step} of {store.where} was not fetched", "fix": "--resume"}
     text = _manifest_text(candidate, store, world, hosts, how)
     manifest = Manifest.parse(text.encode())
-    needs = all_or_none(world, lambda: sorted(needed_files(manifest, holder)), **how)
+    needs = all_or_none(world, lambda: sorted(needed_files(manifest, holder)), kinds=(), **how)
     transfers = list(transfers_to_load(candidate, hosts, needs))
     changed = {hosts.host_of(each.target) for each in transfers}
     changed |= {host for host, held in enumerate(candidate.held) if held is None}
@@ -166,7 +166,7 @@ def _fetch(candidate: Candidate, store: Store, world: World, hosts: HostRanks, h
         disk=store.disk,
     )  # fmt: skip
     try:
-        all_or_none(world, act, **how)
+        all_or_none(world, act, kinds=(), **how)
     except ShoalError:
         if hosts.is_leader and is_changed:
             store.abandon(step)
@@ -179,7 +179,7 @@ def _manifest_text(candidate: Candidate, store: Store, world: World, hosts: Host
     source = next(ranks[0] for ranks, held in zip(hosts.groups, candidate.held, strict=True) if held is not None)
     path = store.path(candidate.step) / NAME
     texts = all_or_none(
-        world, lambda: store.disk.read(path, MOST_BYTES).decode() if world.rank == source else "", **how
+        world, lambda: store.disk.read(path, MOST_BYTES).decode() if world.rank == source else "", kinds=(), **how
     )
     return texts[source]
 

@@ -59,9 +59,9 @@ def send_files(
                 raise _lost(world, str(error)) from error
             for end in now:
                 end.finish(number)
-        error = next((end.error for end in ends if end.error is not None), None)
-        if error is not None:
-            raise error
+        errors = [end.error for end in ends if end.error is not None]
+        if errors:
+            raise errors[0]
 
 
 class _End:
@@ -95,7 +95,7 @@ class _Sender(_End):
     def start(self, number: int, group: dist.ProcessGroup) -> Any:
         chunk = self.chunk(number)
         try:
-            if self.error is None and self.source.readinto(memoryview(chunk.numpy())) != len(chunk):
+            if self.error is None and self.source.readinto(chunk.numpy()) != len(chunk):
                 raise _damaged(self.path, number)
         except (OSError, ShoalError) as error:
             self.error = error
@@ -117,7 +117,7 @@ class _Receiver(_End):
         return dist.irecv(self.chunk(number), group=group, group_src=self.peer, tag=self.tag)
 
     def finish(self, number: int) -> None:
-        data = memoryview(self.chunk(number).numpy())
+        data = self.chunk(number).numpy().data
         try:
             if self.error is None and hashlib.sha256(data).hexdigest() != self.file.hashes[number]:
                 raise _damaged(self.path, number)

@@ -49,7 +49,8 @@ class TrainVerb:
 
     def _work(self, job: Any, options: Any, start: Message) -> Work:
         from shoal.launch.hosts.agent.runner import Work
-        from shoal.train.recipe.loop import RunInvocation, train
+        from shoal.train.recipe.invocation import RunInvocation
+        from shoal.train.recipe.loop import train
         from shoal.train.recipe.saving.host_storage import HostStorage
 
         launch = job.recipe.launch

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,16 @@ class Ticket:
             f"{_DTYPES.get(dtype, dtype)}{list(size)}" for dtype, size in zip(self.dtypes, self.sizes, strict=True)
         ]
         return f"{', '.join(parts[:3])}{', ...' if parts[3:] else ''}"
+
+
+_begin = 0
+"""Nanoseconds on the clock of the recorder: what was entered before is of groups that are gone."""
+
+
+def forget() -> None:
+    """Leave out all that was entered before now. Later groups have the names of those that are gone."""
+    global _begin
+    _begin = time.time_ns()
 
 
 def limit_ring() -> None:
@@ -150,7 +161,7 @@ def tickets() -> list[Ticket]:
         _ticket(entry, backend)
         for backend, dumped in _dumps(with_entries=True)
         for entry in dumped.get("entries", [])
-        if not _is_message(entry)
+        if not _is_message(entry) and entry["time_created_ns"] >= _begin
     ]
 
 

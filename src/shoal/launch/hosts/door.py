@@ -51,7 +51,8 @@ class Door:
                 if channel is None and now > stranger.deadline:
                     raise Ended("it proved nothing in time")
             except Ended as error:
-                self._reject(stranger, str(error), has_wrong_key=isinstance(error, WrongKey))
+                is_probe = not stranger.has_spoken and now <= stranger.deadline
+                self._reject(stranger, "" if is_probe else str(error), has_wrong_key=isinstance(error, WrongKey))
                 continue
             if channel is not None:
                 self.strangers.remove(stranger)
@@ -86,6 +87,7 @@ class Door:
         return next(stranger for stranger in self.strangers if stranger.address == address)
 
     def _reject(self, stranger: Stranger, why: str, *, has_wrong_key: bool = False) -> None:
+        """Close a connection, and print why; empty: it has sent nothing and ended."""
         self.strangers.remove(stranger)
         with contextlib.suppress(OSError):
             stranger.socket.close()
@@ -93,6 +95,6 @@ class Door:
         if has_wrong_key:
             self.rejected.add(address)
         self._num_rejected[address, why] += 1
-        if self._num_rejected[address, why] <= MOST_LOGGED:
+        if why and self._num_rejected[address, why] <= MOST_LOGGED:
             last = "; further ones are not printed" if self._num_rejected[address, why] == MOST_LOGGED else ""
             self.say(f"rejected a connection from {address}: {why}{last}")

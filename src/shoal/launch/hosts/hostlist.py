@@ -108,14 +108,19 @@ def _check(entries: Sequence[tuple[str, str]], default_slots: int | None) -> Ite
         seen.add(name)
 
 
-def choose_address(hosts: Sequence[HostSpec], wanted: str | None) -> tuple[str, int]:
-    """The address of this host at which agents connect, and the port; port 0: any free one."""
+def choose_address(
+    hosts: Sequence[HostSpec], wanted: str | None, route_to: Callable[[HostSpec], str | None] = lambda host: None
+) -> tuple[str, int]:
+    """The address of this host at which agents connect, and the port; port 0: any free one. `route_to`: the address of
+    a host whose name is an alias."""
     if wanted:
         address, port = _wanted(wanted)
     elif all(host.is_local for host in hosts):
         return LOOPBACK, 0
     else:
-        address, port = _towards([host.bare_name for host in hosts if not host.is_local]), 0
+        others = [host for host in hosts if not host.is_local]
+        names = [host.bare_name if _resolved(host.bare_name) else route_to(host) for host in others]
+        address, port = _towards([name for name in names if name]), 0
     if _is_loopback(address) and not all(host.is_local for host in hosts):
         raise ShoalError(
             f"other hosts would connect to {address}, but that is the loopback, which only this host reaches",

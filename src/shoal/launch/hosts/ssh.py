@@ -100,22 +100,28 @@ def command_for(host: HostSpec, address: tuple[str, int], template: str) -> list
     return [*words, "sh", "-c", script]
 
 
-def is_reached(host: HostSpec, template: str) -> bool:
-    """Whether the command may find a host whose name has no address on this one: ssh by an alias or over another host,
-    other commands (kubectl, a container) by means of their own."""
-    words = shlex.split(template)
+def route_to(host: HostSpec, template: str) -> str | None:
+    """The name or address to which ssh would connect for a host, which may be an alias; None: that is not known, since
+    the command is another one (kubectl, a container) or ssh goes over another host."""
+    words = [word.replace("{host}", host.name) for word in shlex.split(template)]
     if not words or Path(words[0]).name != "ssh":
-        return True
+        return None
     try:
         asked = subprocess.run(
-            [*(word.replace("{host}", host.name) for word in words[:1]), "-G", host.name],
+            [words[0], "-G", *words[1:]],
             capture_output=True, text=True, timeout=SECONDS_TO_ASK, check=True, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        return True  # starting the agent will say more
+        return None  # starting the agent will say more
     settings = dict(line.partition(" ")[::2] for line in asked.stdout.splitlines())
-    is_alias = settings.get("hostname", "").lower() != host.bare_name.lower()
-    return is_alias or any(settings.get(name, "none") != "none" for name in ("proxyjump", "proxycommand"))
+    has_proxy = any(settings.get(name, "none") != "none" for name in ("proxyjump", "proxycommand"))
+    return None if has_proxy else settings.get("hostname")
+
+
+def is_reached(host: HostSpec, template: str) -> bool:
+    """Whether the command may find a host whose name has no address on this one."""
+    route = route_to(host, template)
+    return route is None or route.lower() != host.bare_name.lower()
 
 
 def why_ended(command: Command) -> ShoalError:

@@ -138,6 +138,7 @@ class Watcher:
                 details=details,
                 is_sudden=True,
                 may_pass=found.kind not in ("mismatch", "alone", "order"),
+                is_lost=found.kind in ("stopped", "gil", "never_entered"),
                 fix=words.fix,
             )
         self._named = key

@@ -43,6 +43,8 @@ class ComputeCheck:
 
     every: int
     """Steps between two comparisons; 0: never."""
+    agreed_at: int | None = None
+    """The last step whose gradients were compared and equal."""
     _own: Sums = field(default_factory=dict)
     _buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Buffers of the model, and their values before the step."""
@@ -91,14 +93,16 @@ class ComputeCheck:
         numbers = torch.tensor([[signed(fold(own.values())), signed(fold(first.values()))]])
         every = all_gather(numbers, 0, run.world.control_group).tolist()
         if all(every[(each + 1) % size][0] == every[each][1] for each in range(size)):
-            run.computed_alike_at = number
+            self.agreed_at = number
             return
         again = {rank: [own], neighbour: [first]}
         for share in {rank, neighbour, (rank + 2) % size}:
             again.setdefault(share, []).append(self._replayed(engine, shares[share]))
-        found = run.world.all_gather_object([[share, sums] for share, tries in again.items() for sums in tries])
+        own_rows: list[Any] = [[share, sums] for share, tries in again.items() for sums in tries]
+        found = run.world.all_gather_object(own_rows)
         computed = [Computed(share, each, sums) for each, rows in enumerate(found) for share, sums in rows]
-        raise failure_of(judge(computed), step=number, agreed_at=run.computed_alike_at, num_ranks=size)
+        before = self.agreed_at if self.agreed_at is not None and self.agreed_at < number else None  # a load goes back
+        raise failure_of(judge(computed), step=number, agreed_at=before, num_ranks=size)
 
     def _shares(self, run: RunState) -> list[dict[str, Any]]:
         """The samples of all ranks, and the buffers of the model before the step, where they differ between ranks."""

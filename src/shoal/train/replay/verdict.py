@@ -70,7 +70,11 @@ def judge(computed: Sequence[Computed]) -> Found:
     wrong = once | always
     undecided = set() if wrong & undecided else undecided
     return Found(
-        *(tuple(sorted(ranks)) for ranks in (once, always - once, undecided, agreeing - wrong)), _differing(computed)
+        once=tuple(sorted(once)),
+        always=tuple(sorted(always - once)),
+        undecided=tuple(sorted(undecided)),
+        agreeing=tuple(sorted(agreeing - wrong)),
+        tensors=_differing(computed),
     )
 
 
@@ -83,7 +87,7 @@ def _by_rank(computed: Iterable[Computed]) -> dict[int, list[tuple[int, ...]]]:
 
 def _differing(computed: Sequence[Computed]) -> tuple[str, ...]:
     """The parameters whose gradients differ in any share, in the order of the model."""
-    names = {}
+    names: dict[str, None] = {}
     for share in {one.share for one in computed}:
         all_sums = [one.sums for one in computed if one.share == share]
         names |= {name: None for name in all_sums[0] if len({sums.get(name) for sums in all_sums}) > 1}

@@ -71,7 +71,7 @@ class Agent:
     signals: list[int] = field(default_factory=list)
     is_done: bool = False
     sent_away: ShoalError | None = None
-    """Why the coordinator does not want this agent; None: it does, or the run has ended."""
+    """Why the coordinator has sent this agent away; None: it has not, or the run has ended."""
 
     def serve(self, channel: Channel) -> None:
         """Obey until the coordinator lets this agent go; raises `Ended` or `Silent`."""

@@ -23,9 +23,10 @@ from shoal.launch.hosts.messages import Message
 from shoal.launch.hosts.reports import plain_error, plain_failure
 from shoal.launch.hosts.store.client import open_store
 from shoal.launch.hosts.store.server import store_key
-from shoal.launch.local import WorkerGroup, fork_is_safe
+from shoal.launch.local import fork_is_safe
 from shoal.launch.scratch import scratch_folder
 from shoal.launch.worker import saved_path, value_path
+from shoal.launch.worker_group import WorkerGroup
 
 GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL for workers whose sibling has failed: all hosts wait for them."""

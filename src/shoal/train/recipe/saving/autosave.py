@@ -27,7 +27,6 @@ from shoal.checkpoint.peers.host_ranks import HostRanks, on_leaders
 from shoal.checkpoint.state.base_fingerprint import reject_other_base
 from shoal.checkpoint.storage.manifest import Manifest
 from shoal.checkpoint.storage.store import Store
-from shoal.comm.all_or_none import on_main
 from shoal.config.data_source import spelled
 from shoal.config.duration import Duration
 from shoal.config.recipe import Recipe
@@ -96,8 +95,8 @@ class Autosaver:
         world = run.world
         on_disk = HostRanks.shared(world) if host is None else host.of_disk(world)
         in_memory = HostRanks.shared(world) if host is None else host.of_memory(world)
-        how = {"on_saved": note_saved}
-        disk = AsyncSaver(store, world.with_own_connections(), keep=settings.keep, hosts=on_disk, **how)
+        own = world.with_own_connections()
+        disk = AsyncSaver(store, own, keep=settings.keep, on_saved=note_saved, hosts=on_disk)
         memory_steps = settings.memory_every.steps(**per) or 0
         memory = None
         if memory_steps:
@@ -107,7 +106,8 @@ class Autosaver:
             prefix = memory_folder_prefix(directory, "" if host is None else host.name)
             place = memory_root, settings.memory_dir, prefix, disk.store.where
             root = on_leaders(world, in_memory, lambda: _memory_root(*place, say), failed=failed, fix=MEMORY_FIX)
-            memory = AsyncSaver(Store(root), world.with_own_connections(), keep=1, hosts=in_memory, **how)
+            own = world.with_own_connections()
+            memory = AsyncSaver(Store(root), own, keep=1, on_saved=note_saved, hosts=in_memory)
         return cls(
             run=run,
             job=job,
@@ -142,8 +142,7 @@ class Autosaver:
             reject_other_base(self.run.composed, world, manifest, store.where)
             self._compare_data(manifest)
             restore(self.run, manifest)
-            self._archive(after=manifest.step)
-            on_disk = on_main(world, store.steps, failed=f"{store.where} cannot be read")
+            on_disk = self._archive(after=manifest.step)
             self.last = self.saved = manifest.step if manifest.step in on_disk else None  # else it is only in memory
         return manifest
 
@@ -160,14 +159,20 @@ class Autosaver:
         """Archive all steps that an earlier run has left in the same place."""
         self._archive(after=-1)
 
-    def _archive(self, after: int) -> None:
-        """Archive later steps, so that no run resumes from them: they are damaged, or will be made again."""
+    def _archive(self, after: int) -> list[int]:
+        """Archive later steps, so that no run resumes from them: they are damaged, or will be made again. Returns those
+        that are left on the disk."""
 
-        how = {"failed": f"steps after {after} cannot be archived", "fix": "--checkpoint.dir WRITABLE_DIRECTORY"}
+        def act() -> list[int]:
+            self.disk.store.archive(after=after)
+            return list(self.disk.store.steps())
+
+        failed, fix = f"steps after {after} cannot be archived", "--checkpoint.dir WRITABLE_DIRECTORY"
         world, memory = self.run.world, self.memory
-        on_leaders(world, self.disk_hosts, lambda: self.disk.store.archive(after=after), **how)
+        left = on_leaders(world, self.disk_hosts, act, failed=failed, fix=fix)
         if memory is not None:
-            on_leaders(world, self.memory_hosts, lambda: memory.store.drop(after=after), **how)
+            on_leaders(world, self.memory_hosts, lambda: memory.store.drop(after=after), failed=failed, fix=fix)
+        return left
 
     def check_free_space(self) -> None:
         """Raise before the first step if the checkpoints do not fit on the disk or in memory."""
@@ -188,10 +193,11 @@ class Autosaver:
     def claim_store(self) -> None:
         """Lock `checkpoint.dir`; raise if another run saves there now."""
         disk = self.disk.store
+        if self.job.recipe.checkpoint.dir is None or not disk.disk.renames:
+            return
 
         def claim() -> None:
-            if self.job.recipe.checkpoint.dir is not None and disk.disk.renames:
-                self._lock = locked(disk.root)
+            self._lock = locked(disk.root)
 
         how = {"failed": f"{disk.where} cannot be locked", "fix": "--checkpoint.dir ELSEWHERE"}
         on_leaders(self.run.world, self.disk_hosts, claim, **how)

@@ -50,7 +50,7 @@ def claim_directories(
             own.append(RunDirectory.claim(recipe, resume, command=command, is_restart=is_restart))
         return own[0].path if own else None
 
-    path = all_or_none(world, claim, **how)[0]
+    path = all_or_none(world, claim, kinds=(), **how)[0]
     assert path is not None
 
     def claim_same() -> bool:
@@ -61,7 +61,7 @@ def claim_directories(
         return bool(own) and own[0].resumes
 
     try:
-        resumes = any(all_or_none(world, claim_same, **how))
+        resumes = any(all_or_none(world, claim_same, kinds=(), **how))
     except BaseException:
         for directory in own:
             directory.give_up()
