@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import secrets
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
@@ -19,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import tyro
 
 from shoal.cli.overrides import parse
+from shoal.cli.process import ended_by_interrupt, signals_as_exceptions, without_garbage_collection
 from shoal.cli.reports.train_summary import show_summary
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.config.checks.memory import check_memory, has_no_accelerator, host_memory
@@ -26,6 +24,7 @@ from shoal.config.checks.settings import check_incomplete
 from shoal.config.load import RecipeReading
 from shoal.config.recipe import Recipe
 from shoal.errors import Findings, Problem, RunFailed, ShoalError, raise_if
+from shoal.observe.events import append_end
 from shoal.predict.cluster_parser import is_measured_here
 
 if TYPE_CHECKING:
@@ -149,6 +148,7 @@ def _train(options: Train, reading: RecipeReading, start_time: float, out: TextI
 def _write_result(job: Job, summary: dict[str, Any]) -> bool:
     """Write the summary and the measurement beside the run; whether the summary was written."""
     is_written = _write_summary(summary)
+    append_end(summary)
     _append_measurement(job, summary)
     return is_written
 
@@ -232,7 +232,7 @@ def _check_hosts(options: Train) -> Iterator[Problem]:
 
 def _import_torch(recipe: Recipe) -> None:
     """Import torch and all that workers need, once, in the process that the workers are forked from."""
-    with _ended_by_interrupt(), _without_garbage_collection():
+    with ended_by_interrupt(), without_garbage_collection():
         if not recipe.run.compile:
             from shoal.numerics import lazy_dynamo
 
@@ -269,6 +269,7 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
     from shoal.elastic.memory_tier import memory_tier
     from shoal.elastic.restart import RestartBudget, with_restarts
     from shoal.launch.local import launch
+    from shoal.observe.failure_event import noting_failure
     from shoal.train.recipe.invocation import RunInvocation
     from shoal.train.recipe.loop import train
 
@@ -280,21 +281,21 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
     )
     if placement or world_size == 1:
         generation = placement.generation if placement else 0
-        with _naming_shortened_data(job), _explaining_memory(job):
+        with noting_failure(job.recipe, invocation.command), _naming_shortened_data(job), _explaining_memory(job):
             return _train_here(train, placement, (job, replace(invocation, generation=generation)))
 
     def start(generation: int) -> dict[str, Any]:
         began = start_time if not generation else time.time()
         restarted = replace(invocation, generation=generation, memory_root=root, start_time=began)
         grace_period, timeout = launched.grace_period, launched.timeout
-        with _naming_shortened_data(job):
+        with noting_failure(job.recipe, invocation.command), _naming_shortened_data(job):
             return launch(
                 train,
                 (job, restarted),
                 nproc=world_size,
                 grace_period=grace_period,
                 timeout=timeout,
-                budget=budget if launched.recovery == "replace" else None,
+                budget=budget if _replaces_ranks(job.recipe) else None,
             )[0]
 
     def say(text: str) -> None:
@@ -304,12 +305,18 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
 
     with (
         _explaining_memory(job),  # outside of the restarts: workers are forked from a process that has not computed
-        _signals_as_exceptions(),
+        signals_as_exceptions(),
         memory_tier(settings.memory_dir, say, saves_to=_saves_to(job.recipe, options.resume))
         if settings.memory_every.amount and saves
         else nullcontext() as root,
     ):
         return with_restarts(start, budget)
+
+
+def _replaces_ranks(recipe: Recipe) -> bool:
+    """Whether one lost rank is replaced. Neither NCCL's groups nor compiled code were tried in a process that stays."""
+    has_gpu = recipe.launch.device != "cpu" and not has_no_accelerator()
+    return recipe.launch.recovery == "replace" and not has_gpu and not recipe.run.compile
 
 
 def _saves_to(recipe: Recipe, resume: str) -> str:
@@ -362,53 +369,6 @@ def _append_measurement(job: Job, summary: dict[str, Any]) -> None:
 
         with suppress(Exception):  # no preset for the machine, or a full disk: the run has ended well anyway
             append_measurement(job.recipe, summary, Path(summary["run_directory"]).parent / "measured.csv")
-
-
-@contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """Raise on signals that end the process, so that `finally` blocks run. While workers run, the launcher passes the
-    signals on to them."""
-    from shoal.launch.worker import PASSED_ON
-
-    def end(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, end) for number in PASSED_ON if number != signal.SIGINT}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Import without garbage collection: imported objects stay. The first step of a tiny model came after 5.0 s, and
-    after 5.4 without this (measured, medians of seven in turns, Intel Xeon)."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.freeze()  # later collections skip them too, here and in a worker
-            gc.enable()
-
-
-@contextmanager
-def _ended_by_interrupt() -> Iterator[None]:
-    """End the process at once on Ctrl-C. During an import, Python would print a confusing traceback."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _train_here(

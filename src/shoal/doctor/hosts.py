@@ -27,7 +27,7 @@ from shoal.doctor.link import SECONDS as LINK_SECONDS
 from shoal.doctor.peer import MARK
 from shoal.errors import ShoalError
 from shoal.launch.hosts.hostlist import HostSpec
-from shoal.launch.hosts.ssh import NOBODY, SSH, Command, python_command, why_ended
+from shoal.launch.hosts.ssh import MOST_SAID, NOBODY, SSH, Command, python_command, why_ended
 
 START_SECONDS = 20.0
 APART = 2.0
@@ -35,6 +35,8 @@ APART = 2.0
 SLOWER = 4.0
 """A link is slow if the median one is so many times as fast, and it has less than a gigabit."""
 GIGABIT = 125e6
+MOST_BYTES = 2**20
+"""Bytes that one host may print."""
 
 
 @dataclass(slots=True)
@@ -46,6 +48,8 @@ class Peer:
     facts: Mapping[str, str] = field(default_factory=dict)
     port: int = 0
     findings: list[Finding] = field(default_factory=list)
+    said: bytearray = field(default_factory=bytearray)
+    """Output that was not read as an answer."""
 
     @property
     def name(self) -> str:
@@ -62,19 +66,25 @@ class Peer:
     def answer(self, seconds: float) -> dict[str, Any] | None:
         """The answer to the oldest request; None: there is none."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            self.command.read()
-            for line in bytes(self.command.said).splitlines(keepends=True):
+        while True:
+            has_ended = self.command.process.poll() is not None
+            self._read()
+            for line in bytes(self.said).splitlines(keepends=True):
                 if line.startswith(MARK.encode()) and line.endswith(b"\n"):
-                    del self.command.said[: self.command.said.index(line) + len(line)]
+                    del self.said[: self.said.index(line) + len(line)]
                     found: dict[str, Any] = json.loads(line)["peer"]
                     return found
-            if self.command.process.poll() is not None:
-                self.command.read()
-                if MARK.encode() not in self.command.said:
-                    return None
+            if has_ended or time.monotonic() > deadline:
+                self.command.said[:] = self.said[-MOST_SAID:]
+                return None
             time.sleep(0.005)
-        return None
+
+    def _read(self) -> None:
+        """Read what it has printed, without waiting."""
+        assert self.command.process.stdout is not None
+        with contextlib.suppress(BlockingIOError):
+            while len(self.said) < MOST_BYTES and (data := os.read(self.command.process.stdout.fileno(), 2**16)):
+                self.said += data
 
 
 def check_hosts(hosts: Sequence[HostSpec], ssh: str | None = None) -> list[Finding]:
@@ -83,9 +93,10 @@ def check_hosts(hosts: Sequence[HostSpec], ssh: str | None = None) -> list[Findi
     if template == NOBODY:
         raise ShoalError("--ssh none starts nothing on other hosts", fix="shoal doctor, on each host", code="N102")
     peers = [_start(host, template) for host in hosts]
+    token = secrets.token_hex(16)
     try:
         for peer in peers:
-            peer.ask(token=_TOKEN.hex())
+            peer.ask(token=token)
         found = [finding for peer in peers for finding in _join(peer)]
         there = [peer for peer in peers if peer.port]
         found += _compare_versions(there)
@@ -99,9 +110,6 @@ def check_hosts(hosts: Sequence[HostSpec], ssh: str | None = None) -> list[Findi
             with contextlib.suppress(OSError):
                 peer.command.process.stdin.close()
             peer.command.end(0.5)
-
-
-_TOKEN = secrets.token_bytes(16)
 
 
 def _merged(peers: Sequence[Peer]) -> Iterator[Finding]:

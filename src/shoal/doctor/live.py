@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.doctor.checks.network import links_of
 from shoal.doctor.finding import Finding, ok, warning, will_fail
 from shoal.errors import ShoalError
 from shoal.files import opened
@@ -54,7 +55,7 @@ def _progress(path: Path) -> Iterator[Finding]:
     age = time.time() - (path / "metrics.jsonl").stat().st_mtime
     evidence = f"step {last.get('step')} was logged {_ago(age)}; loss {last.get('loss')}"
     if isinstance(last.get("loss"), str):  # as metrics write a number that is not finite
-        yield will_fail("progress", evidence, "--run.on_nan skip   # and a lower --optim.lr; shoal explain T001")
+        yield will_fail("progress", evidence, "shoal explain T032   # a lower --optim.lr, or --run.on_nan skip")
     else:
         yield ok("progress", evidence)
 
@@ -154,12 +155,9 @@ def ranks_of(folder: Path) -> dict[int, int]:
     """Rank on this host → its process, by the file for its stacks."""
     found: dict[int, int] = {}
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            for each in os.scandir(process / "fd"):
-                link = os.readlink(each.path)
-                name = re.fullmatch(rf"{re.escape(str(folder))}/stacks-(\d+)\.txt", link)
-                if name:
-                    found[int(name[1])] = int(process.name)
+        for link in links_of(process):
+            if name := re.fullmatch(rf"{re.escape(str(folder))}/stacks-(\d+)\.txt", link):
+                found[int(name[1])] = int(process.name)
     return dict(sorted(found.items()))
 
 

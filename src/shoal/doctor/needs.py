@@ -154,7 +154,7 @@ def threads(needs: Needs) -> Iterator[Finding]:
     each = needs.recipe.launch.threads or max(1, int(number) // needs.ranks)
     if needs.recipe.launch.device != "cpu" and _uses_gpu(needs.recipe):
         each = 1  # the GPU computes; a rank needs a core to start kernels
-    evidence = f"{counted(needs.ranks, 'rank')} × {counted(each, 'thread')} on {number:g} cores ({why})"
+    evidence = f"{counted(needs.ranks, 'rank')} × {counted(each, 'thread')}; {why}"
     if needs.ranks * each > number:
         fits = f"--launch.threads {max(1, int(number) // needs.ranks)}"
         fix = fits if needs.ranks <= number else f"--nproc {max(1, int(number))}"

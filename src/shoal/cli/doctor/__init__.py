@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from shoal.cli.doctor.report import render, worst
-from shoal.cli.options import parse_options
+from shoal.cli.options import parse_options, run_tyro
 from shoal.cli.overrides import parse
 from shoal.cli.reports.console import WIDTH, show
 from shoal.config.load import RecipeReading
@@ -36,13 +36,16 @@ class Doctor:
     with a run directory, which rank the others wait for. Nothing is changed. Exit code 1: something will fail.
 
     shoal doctor
+
     shoal doctor recipe.yaml --nproc 4
+
     shoal doctor --hosts a,b
+
     shoal doctor runs/tiny
     """
 
     recipe: Annotated[Path | None, tyro.conf.Positional] = None
-    """A recipe, or the directory of a run. None: check the host alone."""
+    """A recipe, with any settings of `shoal train`; or the directory of a run. None: check the host alone."""
 
     hosts: str | None = None
     """Check the connections between these hosts as well: `a,b`, or `a:8,b:8`, or a file with a host a line."""
@@ -59,6 +62,8 @@ class Doctor:
 
 def main(arguments: Sequence[str]) -> int:
     """Check, and print the findings; 0 if nothing will fail, else 1."""
+    if "--help" in arguments or "-h" in arguments:  # without the settings of a recipe, which `shoal train` lists
+        run_tyro(Doctor, ["--help"], prog="shoal doctor")
     began = time.perf_counter()
     run = _run_directory(arguments)
     if run is not None:

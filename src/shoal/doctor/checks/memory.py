@@ -67,7 +67,7 @@ def available() -> tuple[int, str]:
     group, used = cgroup.limit(), group_used()
     if group is not None and (not host or group - used < host):
         return max(0, group - used), f"the control group's limit of {size(group)}"
-    return host, f"{size(info.get('MemTotal', 0))} of this host"
+    return host, f"{size(info.get('MemTotal', 0))} of this host" if host else ""
 
 
 def group_used() -> int:
@@ -78,7 +78,7 @@ def group_used() -> int:
 def memory() -> Iterator[Finding]:
     """A control group may allow less than the host has."""
     free, where = available()
-    if not free and not where:
+    if not where:
         return
     evidence = f"{size(free)} available of {where}"
     if free < LITTLE:

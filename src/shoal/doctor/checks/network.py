@@ -173,8 +173,16 @@ def _holder(port: int) -> str:
                 if int(words[1].rpartition(":")[2], 16) == port and words[3] == "0A":  # it listens
                     inodes.add(f"socket:[{words[9]}]")
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if any(os.readlink(each.path) in inodes for each in os.scandir(folder / "fd")):
+        if not inodes.isdisjoint(links_of(folder)):
+            with contextlib.suppress(OSError):
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                 return f"process {folder.name} ({command[:60]})"
     return ""
+
+
+def links_of(process: Path) -> Iterator[str]:
+    """The files and sockets that a process (/proc/PID) has open; none, if this user may not see them."""
+    with contextlib.suppress(OSError), os.scandir(process / "fd") as entries:
+        for each in entries:
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                yield os.readlink(each.path)

@@ -34,6 +34,7 @@ from shoal.config.resume_compat import reject_changes
 from shoal.errors import ShoalError
 from shoal.files import PrivateFolder
 from shoal.launch.worker import note_saved
+from shoal.observe.events import Event, append_event
 from shoal.observe.run_directory import locked
 from shoal.predict.goodput.recovery import best_interval
 from shoal.train.recipe.preflight import Job, units
@@ -63,6 +64,8 @@ class Autosaver:
     say: Say
     facts: Callable[[], dict[str, Any]]
     """What is saved beside the state of the run."""
+    directory: Path | None = None
+    """The run directory, which gets a line about each save; None: there is none."""
     every_steps: int | None = None
     """Steps between two saves; None: by the clock; 0: only at the end."""
     every_seconds: float | None = None
@@ -118,6 +121,7 @@ class Autosaver:
             _has_own_stores=host is not None,
             say=say,
             facts=dict,
+            directory=directory,
             every_steps=every.steps(**per) if every is not None else None,
             every_seconds=every.seconds if every is not None else None,
             memory_steps=memory_steps,
@@ -282,17 +286,23 @@ class Autosaver:
         for saved in self.disk.take_results():
             if saved.failure is not None:
                 self.num_failed += 1
+                self._note("not saved", saved.step, saved.failure.problems[0].what)
                 self.say(
                     f"NOT SAVED{'' if self._is_over else ', training continues'}: {saved.failure.on_command_line()}"
                 )
             else:
                 self.num_saved += 1
                 self.saved = saved.step
+                self._note("saved", saved.step)
                 if saved.note:
                     self.say(saved.note)
         for saved in self.memory.take_results() if self.memory is not None else ():
             if saved.failure is not None:
                 self.say(f"NOT SAVED TO MEMORY, training continues: {saved.failure.on_command_line()}")
+
+    def _note(self, event: Event, step: int, reason: str = "") -> None:
+        if self.directory is not None and self.run.is_main:
+            append_event(self.directory, event, step, reason)
 
     def summary(self) -> dict[str, Any]:
         """The part of the run's summary that is about saves."""

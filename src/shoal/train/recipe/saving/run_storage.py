@@ -12,6 +12,7 @@ from shoal.comm.all_or_none import on_main
 from shoal.comm.world import World
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
+from shoal.observe.events import append_event
 from shoal.observe.progress import ProgressLine
 from shoal.observe.run_directory import RunDirectory
 from shoal.train.recipe.invocation import RunInvocation
@@ -137,7 +138,7 @@ def open_storage(run: Run, job: Job, line: ProgressLine, invocation: RunInvocati
         directory.evaluation = on_leaders(
             run.world,
             hosts,
-            lambda: _begin(directory, job, run.steps_done, writes_recipe=is_first),
+            lambda: _begin(directory, job, run.steps_done, restarts=invocation.generation, writes_recipe=is_first),
             failed=f"the run directory {str(directory.path)!r} cannot be written",
             fix="--run.dir WRITABLE_DIRECTORY",
         )
@@ -175,10 +176,14 @@ def _reject_shorter_duration(run: Run, job: Job, directory: RunDirectory) -> Non
         )
 
 
-def _begin(directory: RunDirectory, job: Job, steps_done: int, *, writes_recipe: bool) -> tuple[int, float] | None:
+def _begin(
+    directory: RunDirectory, job: Job, steps_done: int, *, restarts: int, writes_recipe: bool
+) -> tuple[int, float] | None:
     """Write the recipe, drop metrics of steps that will be repeated; returns the last evaluation that stays."""
     if writes_recipe:
         directory.begin(job.recipe)
+        reason = f"restart {restarts}" if restarts else ""
+        append_event(directory.path, "resumed" if steps_done or restarts else "started", steps_done, reason)
     # A run that resumes at its end reports its evaluation once more.
     directory.drop_metrics_after(steps_done, and_its_evaluation=steps_done == steps_of(job))
     return directory.last_evaluation()
