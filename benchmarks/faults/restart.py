@@ -3,9 +3,9 @@
 python benchmarks/faults/restart.py [--ranks 4] [--repeats 5]
 
 The same recipe is started by `shoal train`, with checkpoints in host memory and on the disk, and by
-`torchrun --max-restarts`. One rank kills itself (SIGKILL) before the update of a step. Another one may have written the
-line of that step into `metrics.jsonl` already, so the time to the line of the next step is taken. The file is read
-every few milliseconds.
+`torchrun --max-restarts`. `shoal train` replaces the killed rank alone or restarts all. One rank kills itself (SIGKILL)
+before the update of a step. Another one may have written the line of that step into `metrics.jsonl` already, so the
+time to the line of the next step is taken. The file is read every few milliseconds.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ def commands(ranks: int, steps: int) -> dict[str, list[str]]:
     shoal = [sys.executable, "-m", "shoal", "train", *recipe, "--nproc", str(ranks)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     on_disk = ["--checkpoint.every", "1step"]
+    in_memory, all_workers = ["--checkpoint.memory_every", "1step"], ["--launch.recovery", "restart"]
     return {
-        "`shoal train`, memory": [*shoal, "--checkpoint.memory_every", "1step"],
-        "`shoal train`, disk": [*shoal, *on_disk],
+        "`shoal train`, one rank replaced, memory": [*shoal, *in_memory],
+        "`shoal train`, one rank replaced, disk": [*shoal, *on_disk],
+        "`shoal train`, all restarted, memory": [*shoal, *in_memory, *all_workers],
+        "`shoal train`, all restarted, disk": [*shoal, *on_disk, *all_workers],
         "`torchrun --max-restarts 1`, disk": [
             *torchrun,
             "--max-restarts",

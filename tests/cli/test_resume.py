@@ -319,7 +319,7 @@ def test_weights_that_another_user_has_put_into_memory_are_not_resumed_from(host
 def test_who_is_ended_between_two_generations_loses_nothing(host: Host, tmp_path: Path, number: signal.Signals) -> None:
     words = [*ALL, "--nproc", "2", "--checkpoint.every", "0step", "--checkpoint.memory_every", "1step"]
     fault = {"SHOAL_FAULTS": "kill_at=rank:1,step:6 kill_at=rank:1,step:9,generation:1"}
-    started = host.start(*words, cwd=tmp_path, env=fault)
+    started = host.start(*words, "--launch.recovery", "restart", cwd=tmp_path, env=fault)
     until(lambda: started.said.count("restarting all workers") == 2, started)  # a second of pause begins
     os.kill(started.pid, number)
     assert started.wait() != 0

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.errors import Problem, RunFailed, ShoalError
-from shoal.launch.failure import Failure, Memory, first_failure, sudden_end
+from shoal.launch.failure import Failure, first_failure, sudden_end
+from shoal.launch.host_memory import Memory
 from shoal.launch.local import launch
 from tests.cover import wide
 from tests.dist.pool import Pool

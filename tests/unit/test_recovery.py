@@ -21,10 +21,10 @@ from shoal.checkpoint.storage.manifest import Manifest
 from shoal.checkpoint.storage.store import Store
 from shoal.elastic import restart
 from shoal.elastic.memory_tier import memory_tier
-from shoal.elastic.restart import with_restarts
+from shoal.elastic.restart import RestartBudget, with_restarts
 from shoal.errors import RunFailed
 from shoal.files import PrivateFolder
-from shoal.launch import local
+from shoal.launch import worker_group
 from shoal.launch.local import launch
 from shoal.launch.scratch import LOCK, scratch_folder
 from shoal.launch.worker import value_path
@@ -122,7 +122,7 @@ def test_a_late_rank_that_ends_while_the_launcher_waits_for_earlier_failures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(local, "SETTLE", 3.0)  # so that a busy machine is fast enough
+    monkeypatch.setattr(worker_group, "SETTLE", 3.0)  # so that a busy machine is fast enough
     assert launch(late, (tmp_path, 2.0), nproc=2, timeout=1.0, start="forkserver") == [0, 1]
 
 
@@ -158,8 +158,47 @@ def test_a_failure_with_the_text_of_an_earlier_one_is_restarted_after_progress(m
         error.saved_step, error.cause, error.may_pass = 10 * generation, "read error", True
         raise error
 
-    assert with_restarts(start, most=2, say=said.append) == 3
+    assert with_restarts(start, RestartBudget(most=2, say=said.append)) == 3
     assert not any("not restarted" in text for text in said)
+
+
+@pytest.mark.parametrize(("lives", "most_pauses"), [(2.0, 6), (20.0, 30)])
+def test_pauses_grow_where_restarts_do_not_help(
+    lives: float, most_pauses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link that fails every 2 s gives few restarts a minute. A generation that has lived and saved starts anew."""
+    clock, pauses = [0.0], list[float]()
+    monkeypatch.setattr(restart.time, "monotonic", lambda: clock[0])
+
+    def start(generation: int) -> None:
+        clock[0] += lives
+        error = RunFailed("host b is lost", code="N057")
+        error.saved_step, error.may_pass = generation, clock[0] < 600
+        raise error
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        pauses.append(seconds)
+
+    with pytest.raises(RunFailed):
+        with_restarts(start, RestartBudget(most=3, say=lambda text: None), sleep=sleep)
+    assert max(pauses) == (30.0 if lives < 10 else restart.FIRST_PAUSE)
+    assert len(pauses) == pytest.approx(600 / (lives + max(pauses)), abs=most_pauses)
+
+
+def failed(saved_step: int, *, is_of_replacement: bool = False) -> RunFailed:
+    error = RunFailed("rank 1 of 2 was killed by signal 9 (SIGKILL)", code="N024")
+    error.may_pass, error.saved_step, error.is_of_replacement = True, saved_step, is_of_replacement
+    return error
+
+
+def test_a_replacement_and_the_restart_after_it_count_as_one() -> None:
+    budget = RestartBudget(most=1, say=lambda text: None)
+    assert budget.take(failed(3))
+    assert budget.take(failed(3, is_of_replacement=True))
+    assert budget.generation == 2
+    assert not budget.take(failed(3))
+    assert budget.take(failed(4))  # progress: the budget is full again
 
 
 # ---- states in memory -----------------------------------------------------------------------------------------------

@@ -30,9 +30,10 @@ from torch import Tensor
 from shoal.bench.comm_workloads import Place, Work, builtin, pair, stepped, together, written
 from shoal.bench.timings import BUILTIN, FLOAT, PAIR, SEGMENTS, SEND, TOGETHER, Tier, Timing, fits, in_doubt, list_of
 from shoal.blueprint.collectives.algorithms import KINDS, Kind
+from shoal.comm.group_lifetime import keep_after_closing
 from shoal.comm.message_collectives import MessageCollectives
 from shoal.comm.rendezvous.environment import Placement
-from shoal.comm.world import World, keep_after_closing
+from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.launch.local import launch
 

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.blueprint.layout import AXES, Layout
+from shoal.comm.group_lifetime import keep_after_closing
 from shoal.comm.rendezvous.session import Session
-from shoal.comm.world import World, keep_after_closing, new_group
+from shoal.comm.world import World, new_group
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.comm.group_lifetime import is_cut
 from shoal.errors import LostPeer
 
 ON_EVERY_RANK = "or, in a script, run.save(...) and run.sum(...) on every rank, without `if run.is_main:`"
@@ -76,6 +77,8 @@ class Board:
             row = np.array(self._rows[exchange % 2, rank])
             if row[0] == exchange and _check(exchange, row) == row[-1]:
                 return row
+            if is_cut():
+                raise LostPeer(f"rank {rank} did not write its numbers before the connections were cut", code="N036")
             deadline = deadline or time.monotonic() + self._timeout
             if time.monotonic() > deadline:
                 raise LostPeer(

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.collectives import all_gather_plain
+from shoal.comm.group_lifetime import keep_after_closing, noting_connections
 from shoal.comm.heartbeat.heart import heart
 from shoal.comm.rendezvous.authenticated_store import SealedStore
 from shoal.comm.rendezvous.environment import Placement
@@ -43,10 +45,6 @@ Op = Literal["sum", "max", "min"]
 
 ALONE = Placement(rank=0, world_size=1, local_rank=0, local_world_size=1)
 BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
-_CLOSED: list[dist.ProcessGroup] = []
-"""Destroyed groups, which must not be deallocated. Dropping the last reference to a gloo group joins its threads. DDP's
-reducer drops it while it holds the GIL, and a thread that has just finished a collective may wait for the GIL. That is
-a deadlock (torch 2.13, at the end of a run). With this reference, the reducer's is never the last."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -222,11 +220,6 @@ def _destroy_within(seconds: float, device: torch.device) -> None:
     thread.join(seconds)
 
 
-def keep_after_closing(group: dist.ProcessGroup) -> None:
-    """Hold a reference to a group until the process ends; see `_CLOSED`."""
-    _CLOSED.append(group)
-
-
 def reject_spawned_alone() -> None:
     """Reject a process of `torch.multiprocessing.spawn` that would train alone, as would each of its siblings.
 
@@ -304,9 +297,8 @@ def _choose_interface(place: Placement) -> None:
 
 def _make_group(place: Placement, *, backend: str, timeout: timedelta, store: dist.Store | None) -> Session | None:
     """Create torch's group of all ranks. None: no authentication, for one rank and in a store without a key."""
-    number = (
-        next(_WORLDS) if place.world_size > 1 else 0
-    )  # other ranks cannot count the worlds that this rank had alone
+    # Other ranks cannot count the worlds that this rank had alone, nor those before they replaced a lost one.
+    number = next(_WORLDS[place.generation]) if place.world_size > 1 else 0
     run = f"{place.world_size} ranks, generation {place.generation}, world {number}"
     key: bytes | None = None
     if place.world_size == 1:
@@ -329,7 +321,8 @@ def _make_group(place: Placement, *, backend: str, timeout: timedelta, store: di
         # is a Python object, and such a thread cannot enter Python while the interpreter shuts down.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     store.set_timeout(timeout)  # the default is five minutes
-    dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout, store=store)
+    with noting_connections():
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout, store=store)
     if key is None:
         return None
     session = Session(key)
@@ -338,7 +331,8 @@ def _make_group(place: Placement, *, backend: str, timeout: timedelta, store: di
     return session
 
 
-_WORLDS = count()
+_WORLDS: defaultdict[int, count[int]] = defaultdict(count)
+"""Generation → the numbers of its worlds."""
 _SEALED: list[dist.Store] = []
 """Stores in use. torch keeps the C++ part of a store alive, but not the Python object that it calls."""
 _STORES: dict[tuple[str, int], dist.Store] = {}
@@ -401,7 +395,8 @@ def new_group(session: Session | None, ranks: Sequence[int] | None = None, **opt
     """Create a group and, in a session, authenticate its ranks; every rank of the world calls it."""
     if session is not None:
         return session.new_group(ranks, **options)
-    group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), **options)
+    with noting_connections():
+        group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), **options)
     return group
 
 

@@ -177,6 +177,11 @@ class LaunchSection(Section):
     """The number of restarts of all workers from the last checkpoint after one of them has died. The count starts over
     when a newer step was saved since the last restart. torchrun has its own flag of this name."""
 
+    recovery: Literal["replace", "restart"] = "replace"
+    """What is done after one process on one host without GPUs has died. replace: start that process again; the others
+    stay, and all load the last checkpoint. restart: start all processes again, as after any other failure, and with
+    `run.compile`."""
+
 
 LONGEST_NAME = 200
 """Bytes of the name of a run. With a number appended, it names a directory."""
@@ -306,6 +311,10 @@ class RunSection(Section):
     check_replicas: DurationField = Duration(0, "step")
     """The interval between comparisons of checksums of all replicated tensors: `100step`. A flipped bit ends the run
     with the name of its tensor and its rank. 0step: never."""
+
+    check_compute: DurationField = Duration(0, "step")
+    """The interval between steps in which each rank computes the gradients of another rank, too: `100step`. A rank that
+    computes wrong is named. It costs a forward and a backward. For replicas on one rank each. 0step: never."""
 
     deterministic: bool = False
     """True: bitwise reproducible on the same layout, also on CUDA. Slower there."""

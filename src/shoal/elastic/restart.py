@@ -3,15 +3,16 @@
 generation 0 ── step 1 ── 2 ── 3 ── † ─ pause ─ generation 1 ── from the last checkpoint ── 3 ── 4 ── ...
 
 A generation shares only the checkpoints with the one before it. Its workers have a rendezvous of their own, so none of
-them waits for a dead peer.
+them waits for a dead peer. Where one worker is replaced and the others live on (`shoal.launch.replacement`), that is a
+generation, too, and counts as a restart.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from shoal.errors import RunFailed
@@ -25,6 +26,8 @@ _STACK = "\n  stack of rank "
 """Begins the stack of a rank that hung; the traceback of an exception is left out where the run continues."""
 LONG_ENOUGH = 300.0
 """Seconds of a generation after which its failure counts as unrelated to the one before: pauses start over."""
+LONG_ENOUGH_TO_SAVE = 10.0
+"""The same, for a generation that has saved a newer step: machines that often fail would else wait most of the time."""
 
 
 def pause_before(restart: int) -> float:
@@ -36,38 +39,72 @@ def pause_before(restart: int) -> float:
     return FIRST_PAUSE if restart == 1 else min(LONGEST_PAUSE, 2.0 ** (restart - 2))
 
 
-def with_restarts(
-    start: Callable[[int], T], *, most: int, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
-) -> T:
-    """Return `start(generation)`, restarted when it fails.
+@dataclass(slots=True, kw_only=True)
+class RestartBudget:
+    """Counts the restarts of a run, of all workers or of one, and decides whether there is another.
 
     `most` is the number of restarts since the newest saved step, so a run that makes progress is restarted without a
-    limit. Errors of the user or of a program, a lack of memory, and an exception that repeats in the same step are
-    raised at once.
+    limit. Errors of the user or of a program, a failed allocation, and an exception or a kill for lack of memory that
+    repeats in the same place are never retried.
     """
-    used, recent, newest, before = 0, 0, -1, ""
-    for generation in itertools.count():
-        began = time.monotonic()
+
+    most: int
+    say: Callable[[str], None]
+    generation: int = 0
+    """The number of restarts so far."""
+    _used: int = 0
+    """Those since the newest saved step."""
+    newest: int = -1
+    """The newest saved step."""
+    _cause: str = ""
+    """The exception of the last failure."""
+
+    def take(self, error: RunFailed) -> bool:
+        """Whether the run restarts after a failure. A failure while one worker is replaced is the same failure."""
+        saved = -1 if error.saved_step is None else error.saved_step
+        if made_progress := saved > self.newest:
+            self._used, self.newest = 0, saved
+        cause, last = _without_addresses(error.cause), self._cause
+        is_again = bool(cause) and cause == last and not made_progress
+        if is_again and error.may_pass and self.most:
+            self.say(f"not restarted: {_again(error)} before the restart")
+        is_same = error.is_of_replacement and not made_progress
+        if not error.may_pass or is_again or (self._used >= self.most and not is_same):
+            return False
+        self._used, self._cause = self._used + (not is_same), cause
+        self.generation += 1
+        return True
+
+    def report(self, error: RunFailed, what: str) -> None:
+        """Report the failure and `what` is done after it."""
+        first = str(error).partition("\n    fix:")[0] if _STACK in str(error) else str(error).splitlines()[0]
+        since = f" since step {self.newest} was saved" if self.newest >= 0 else ""
+        where = "from the last checkpoint" if self.newest >= 0 else "from the newest checkpoint, if there is one"
+        self.say(f"{first}\n  {what} {where}: restart {self._used} of {self.most}{since}")
+
+
+def with_restarts(
+    start: Callable[[int], T], budget: RestartBudget, *, sleep: Callable[[float], None] = time.sleep
+) -> T:
+    """Return `start(generation)`; when it fails and the budget allows it, start all workers again."""
+    recent = 0
+    while True:
+        began, saved = time.monotonic(), budget.newest
         try:
-            return start(generation)
+            return start(budget.generation)
         except RunFailed as error:
-            saved = -1 if error.saved_step is None else error.saved_step
-            if made_progress := saved > newest:
-                used, newest = 0, saved
-            cause, last = _without_addresses(error.cause), before
-            is_again = bool(cause) and cause == last and not made_progress
-            if is_again and error.may_pass and most:
-                say("not restarted: the same exception was raised in the same step before the restart")
-            if used >= most or not error.may_pass or is_again:
+            if not budget.take(error):
                 raise
-            used, before = used + 1, cause
-            recent = 1 if time.monotonic() - began > LONG_ENOUGH else recent + 1
-            first = str(error).partition("\n    fix:")[0] if _STACK in str(error) else str(error).splitlines()[0]
-            since = f" since step {newest} was saved" if newest >= 0 else ""
-            where = "from the last checkpoint" if newest >= 0 else "from the newest checkpoint, if there is one"
-            say(f"{first}\n  restarting all workers {where}: restart {used} of {most}{since}")
+            long_enough = LONG_ENOUGH_TO_SAVE if budget.newest > saved else LONG_ENOUGH
+            recent = 1 if time.monotonic() - began > long_enough else recent + 1
+            budget.report(error, "restarting all workers")
             sleep(pause_before(recent))
-    raise AssertionError("a generation either returns or raises")
+
+
+def _again(error: RunFailed) -> str:
+    if error.memory:
+        return "the memory ran out in the same phase"
+    return "the same exception was raised in the same step"
 
 
 def _without_addresses(text: str) -> str:

@@ -24,16 +24,23 @@ def oom_kills(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int |
 
 
 def limit(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """The memory limit of this control group in bytes; None: it has none."""
+    """The memory limit of this control group in bytes, or of one around it if that is less; None: there is none."""
+    found = []
     for folder in _folders(root, own):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            try:
-                text = (folder / name).read_text().strip()
-            except OSError:
-                continue
-            if text.isdecimal() and int(text) < 2**60:  # version 1 writes a huge number in place of `max`
-                return int(text)
-    return None
+        for group in (folder, *folder.parents):
+            if not group.is_relative_to(root):
+                break
+            found += [_size(group / name) for name in ("memory.max", "memory.limit_in_bytes")]
+    return min((size for size in found if size is not None), default=None)
+
+
+def _size(path: Path) -> int | None:
+    """The number in a file; None: it has none, or a huge one, which version 1 writes in place of `max`."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() and int(text) < 2**60 else None
 
 
 def used(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:

@@ -17,8 +17,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from shoal.comm.heartbeat.heart import heart, start_heart
 from shoal.comm.rendezvous.environment import Placement
 from shoal.launch.failure import failure_of, write_failure
 from shoal.launch.shutdown import leave_in_time
+from shoal.launch.survivor import become_survivor
 
 _HANG_UP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)  # nohup ignores it
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_HANG_UP)
@@ -47,8 +48,8 @@ class Assignment:
     """The folder of the workers' store, values and failures."""
     lifeline: Connection
     """Becomes readable when the parent has ended."""
-    to_close: Connection | None
-    """The parent's end of the lifeline, where a fork has copied it into this process."""
+    to_close: Sequence[Connection]
+    """The parent's ends of connections, where a fork has copied them into this process."""
     parent: int | None = None
     """The process that has forked this one; None: the parent is a server of forks."""
     environ: Mapping[str, str]
@@ -56,6 +57,15 @@ class Assignment:
     """A secret of this launch that authenticates connections between workers."""
     timeout: float | None = None
     """The longest wait of the run in seconds; None: not known."""
+    generation: int = 0
+    """How often workers of this run were restarted or replaced."""
+    orders: Connection | None = None
+    """The launcher's orders to leave a generation; None: it replaces no rank."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its generation."""
+        return generation_folder(self.directory, self.generation)
 
 
 def work(assignment: Assignment, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -64,7 +74,7 @@ def work(assignment: Assignment, function: Callable[..., Any], args: tuple[Any, 
     _progress.directory = assignment.directory
     rank, directory = assignment.rank, assignment.directory
     try:
-        value = function(_placement(assignment), _store(assignment), *args)
+        value = _value(assignment, function, args)
         if (beating := heart()) is not None:
             beating.stop()
         _write_atomically(value_path(directory, rank), pickle.dumps(value))
@@ -77,6 +87,20 @@ def work(assignment: Assignment, function: Callable[..., Any], args: tuple[Any, 
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(1)  # a normal exit would wait for threads and connections that may never end
+
+
+def _value(assignment: Assignment, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call the function, and again in the next generation where a lost rank is replaced."""
+    survivor = become_survivor(assignment.orders, assignment.generation)
+    while True:
+        try:
+            return function(_placement(assignment), _store(assignment), *args)
+        except BaseException as error:
+            if survivor is None or not survivor.survives(error):
+                raise
+        # Here the exception is gone, and with it the frames that refer to the run.
+        assignment = replace(assignment, generation=survivor.leave())
+        _start_heart(assignment)
 
 
 def note_saved(step: int) -> None:
@@ -99,6 +123,11 @@ class _Progress:
 
 
 _progress = _Progress()
+
+
+def generation_folder(directory: Path, generation: int) -> Path:
+    """The folder with the store, the boards and the stacks of a generation."""
+    return directory / f"generation-{generation}"
 
 
 def saved_path(directory: Path) -> Path:
@@ -170,18 +199,22 @@ def _set_up(assignment: Assignment) -> None:
     for number in PASSED_ON[1:]:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    if assignment.to_close is not None:
-        assignment.to_close.close()
+    for connection in assignment.to_close:
+        connection.close()
     end_with_parent(assignment.lifeline, assignment.directory)
     os.environ.update(assignment.environ)
-    start_heart(
-        heartbeat_path(assignment.directory),
-        index=assignment.rank,
-        size=assignment.num_workers,
-        stack_file=stack_path(assignment.directory, assignment.rank),
-    )
+    _start_heart(assignment)
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all peers are on this host
+
+
+def _start_heart(assignment: Assignment) -> None:
+    start_heart(
+        heartbeat_path(assignment.folder),
+        index=assignment.rank,
+        size=assignment.num_workers,
+        stack_file=stack_path(assignment.folder, assignment.rank),
+    )
 
 
 def _placement(assignment: Assignment) -> Placement:
@@ -193,13 +226,14 @@ def _placement(assignment: Assignment) -> Placement:
         local_world_size=size,
         source="shoal",
         key=assignment.key,
-        board=board_path(assignment.directory),
+        board=board_path(assignment.folder),
+        generation=assignment.generation,
     )
 
 
 def _store(assignment: Assignment) -> dist.Store:
     """A store in a file instead of a port: nothing listens, and no other user can write to it."""
-    return dist.FileStore(str(assignment.directory / "store"), assignment.num_workers)
+    return dist.FileStore(str(assignment.folder / "store"), assignment.num_workers)
 
 
 def _write_atomically(path: Path, content: bytes) -> None:

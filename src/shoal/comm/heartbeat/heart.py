@@ -134,6 +134,10 @@ class Heart:
         channels = {name: entered for name, (entered, _) in counted.items() if ":" not in name}
         return {axes[group_of(name)]: entered for name, entered in channels.items() if group_of(name) in axes}
 
+    def progress(self) -> Any:
+        """A value that differs from the one before as long as this rank enters collectives and sends messages."""
+        return self._entered(), self._own_counters()
+
     def begin(self, phase: str) -> str:
         """Enter a phase; returns the one before."""
         before, self.phase = self.phase, phase
@@ -246,13 +250,18 @@ _heart: Heart | None = None
 
 
 def start_heart(board: Path, *, index: int, size: int, stack_file: Path) -> Heart | None:
-    """Start the heartbeat of this worker; None if there is no board."""
+    """Start the heartbeat of this worker, in place of that of an earlier generation; None if there is no board."""
     global _heart
+    if _heart is not None:
+        _heart.stop()
+        recorder.forget()
     if not board.exists():
         return None
     boards = HeartbeatBoard(board, size), HeartbeatBoard(board, size, part=1)
-    _heart = Heart(*boards, index=index, stack_file=stack_file)
+    before, _heart = _heart, Heart(*boards, index=index, stack_file=stack_file)
     _heart.start()
+    if before is not None:
+        before._stacks.close()  # the signal handler writes to the new one
     return _heart
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,16 @@ _DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 
 Counters = dict[str, tuple[int, int]]
 """Channel → number of its last entered and of its last completed collective, from 1."""
+
+
+_begin = 0
+"""Nanoseconds on the clock of the recorder: what was entered before is of groups that are gone."""
+
+
+def forget() -> None:
+    """Leave out all that was entered before now. Later groups have the names of those that are gone."""
+    global _begin
+    _begin = time.time_ns()
 
 
 def limit_ring() -> None:
@@ -107,7 +118,7 @@ def tickets() -> list[Ticket]:
         _ticket(entry, backend)
         for backend, dumped in _dumps(with_entries=True)
         for entry in dumped.get("entries", [])
-        if not _is_message(entry)
+        if not _is_message(entry) and entry["time_created_ns"] >= _begin
     ]
 
 

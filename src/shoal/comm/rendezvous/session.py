@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.comm.group_lifetime import noting_connections
 from shoal.comm.rendezvous.mac import TAG, mac
 from shoal.errors import RunFailed
 
@@ -40,7 +41,8 @@ class Session:
         """Create a group as `torch.distributed.new_group` does, and authenticate it. Every rank of the world calls
         it."""
         number = next(self._numbers)
-        group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), **options)
+        with noting_connections():
+            group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), **options)
         if ranks is None or dist.get_rank() in ranks:
             self._prove(group, number, min(options.get("timeout") or GRACE_PERIOD, GRACE_PERIOD))
         return group
@@ -58,18 +60,18 @@ class Session:
             try:
                 work.wait(timeout)
             except RuntimeError as error:
-                raise RunFailed(
-                    f"{_who(group, peer)} did not prove that it is part of this run: {error}",
-                    fix=PRIVATE_INTERFACE,
-                    code="N010",
-                ) from error
+                what = f"{_who(group, peer)} did not prove that it is part of this run: {error}"
+                raise _restarted(RunFailed(what, fix=PRIVATE_INTERFACE, code="N010")) from error
         for peer in peers:
             if not hmac.compare_digest(arrived[peer].numpy().tobytes(), mac(self.key, "pair", number, peer, me)):
-                raise RunFailed(
-                    f"the connection to {_who(group, peer)} was taken by a process that is not part of this run",
-                    fix=PRIVATE_INTERFACE,
-                    code="N010",
-                )
+                what = f"the connection to {_who(group, peer)} was taken by a process that is not part of this run"
+                raise _restarted(RunFailed(what, fix=PRIVATE_INTERFACE, code="N010"))
+
+
+def _restarted(error: RunFailed) -> RunFailed:
+    """Mark an error as one that a restart may cure: a stranger has to connect in the moment in which a peer does."""
+    error.may_pass = True
+    return error
 
 
 def _bytes(data: bytes) -> torch.Tensor:

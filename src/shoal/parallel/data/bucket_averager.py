@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm.compression.reduce import AllReduce, Average, Bucket, Seeds
+from shoal.comm.group_lifetime import note_thread
 from shoal.comm.replicas.transport import Sent, Transport
 from shoal.hash_rng import hashed_number
 from shoal.numerics.local_tensor import gradient_of, to_local
@@ -74,7 +75,9 @@ class _CommThread:
         self.transport = transport
         self._calls: queue.SimpleQueue[tuple[Future[None], Callable[..., None], tuple[Any, ...]] | None]
         self._calls = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="shoal-comm", daemon=True).start()
+        thread = threading.Thread(target=self._work, name="shoal-comm", daemon=True)
+        note_thread(thread)
+        thread.start()
 
     def submit(self, do: Callable[..., None], *arguments: Any) -> Future[None]:
         done: Future[None] = Future()

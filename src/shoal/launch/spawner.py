@@ -1,0 +1,101 @@
+"""Start the process of a worker: the first one of a rank, or its replacement."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import secrets
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from shoal.launch.replacement import Replacement
+from shoal.launch.worker import PASSED_ON, Assignment, work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spawner:
+    """What all workers of a launch have in common."""
+
+    context: Any
+    """Of `multiprocessing`."""
+    num_workers: int
+    directory: Path
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    timeout: float
+    lifeline: tuple[Connection, Connection]
+    """Both ends of the pipe by which workers notice the end of this process."""
+    key: bytes = field(repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        method: str,
+        num_workers: int,
+        directory: Path,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        timeout: float,
+    ) -> Spawner:
+        """The spawner of workers that are started by `method`: fork, forkserver or spawn."""
+        context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(["torch.distributed"])
+        return cls(
+            context=context,
+            num_workers=num_workers,
+            directory=directory,
+            function=function,
+            args=args,
+            timeout=timeout,
+            lifeline=context.Pipe(duplex=False),
+            key=secrets.token_bytes(32),
+        )
+
+    def start(self, rank: int, generation: int, replacement: Replacement | None) -> BaseProcess:
+        """Start the process of a rank."""
+        method = self.context.get_start_method()
+        orders = None if replacement is None else replacement.connect(rank, self.context)
+        links = () if replacement is None else tuple(replacement.links.values())
+        assignment = Assignment(
+            rank=rank,
+            num_workers=self.num_workers,
+            directory=self.directory,
+            lifeline=self.lifeline[0],
+            to_close=(self.lifeline[1], *links) if method == "fork" else (),
+            parent=os.getpid() if method == "fork" else None,
+            environ=dict(os.environ) if method == "forkserver" else {},  # the server's own may be out of date
+            key=self.key,
+            timeout=self.timeout,
+            generation=generation,
+            orders=orders,
+        )
+        process: BaseProcess = self.context.Process(
+            target=work, args=(assignment, self.function, self.args), name=f"rank {rank}"
+        )
+        with _signals_blocked():  # until a forked worker has installed its own handlers
+            process.start()
+        if orders is not None:
+            orders.close()
+        return process
+
+    def close(self) -> None:
+        """Close the pipe."""
+        for connection in self.lifeline:
+            connection.close()
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
