@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -118,6 +118,8 @@ def _check(options: Doctor, reading: RecipeReading, arguments: Sequence[str]) ->
         ours = run_checks(list(checks(needs)))
         known = {each.check for each in ours}
         findings = [*answer.findings, *ours, *(each for each in findings if each.check not in known)]
+        if options.recipe is not None:
+            findings = [replace(each, fix=each.fix.replace("RECIPE", str(options.recipe))) for each in findings]
     if hosts:
         findings = _with_hosts(hosts, options, findings)
     name = socket.gethostname()

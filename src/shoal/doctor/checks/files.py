@@ -66,7 +66,7 @@ def writable(name: str, path: Path, fix: str, needed: int = 0) -> Iterator[Findi
     elif not has_locks:
         yield warning(name, f"{where} has no file locks: two runs may write to one directory", fix)
     else:
-        enough = f" of {size(needed)} needed" if needed else ""
+        enough = f"; {size(needed)} are needed" if needed else ""
         yield ok(name, f"{where} is writable, {size(free)} free{enough}")
 
 
