@@ -293,8 +293,8 @@ MUTATIONS = [
     M(
         "progress does not renew restarts",
         "elastic/restart.py",
-        "used, newest = 0, saved",
-        "newest = saved",
+        "self._used, self.newest = 0, saved",
+        "self.newest = saved",
         "tests/cli/test_endings.py::test_a_run_that_makes_progress_has_all_its_restarts_again",
     ),
     M(

@@ -90,3 +90,33 @@ def test_two_hosts_compute_what_one_does(host: Host, hosts: list[tuple[str, str]
     assert losses(tmp_path / "two" / "metrics.jsonl") == pytest.approx(
         losses(tmp_path / "one" / "metrics.jsonl"), rel=1e-12
     )
+
+
+@pytest.mark.wide
+def test_doctor_finds_a_closed_direction(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
+    names = {address: name for name, address in hosts}
+    ssh = tmp_path / "enter"
+    cases = " ".join(f"{address}) name={name};;" for address, name in names.items())
+    ssh.write_text(f'#!/bin/sh\nhost=$1; shift\ncase $host in {cases} esac\nexec ip netns exec $name "$@"\n')
+    ssh.chmod(0o700)
+    addresses = [address for _, address in hosts]
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "doctor",
+        "--hosts",
+        ",".join(addresses),
+        "--ssh",
+        f"{ssh} {{host}}",
+        "--json",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = {each["check"]: each for each in json.loads(done.stdout)["findings"] if not each["host"]}
+    assert found["connections"]["evidence"].startswith("all 2 open at free ports"), done.stdout
+    assert found["shared directory"]["level"] == "ok"
+    ip("-n", hosts[0][0], "route", "add", "prohibit", f"{addresses[1]}/32")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    broken = [each for each in json.loads(done.stdout)["findings"] if each["check"] == "connections"]
+    assert done.returncode == 1
+    assert f"{addresses[0]} → {addresses[1]} cannot connect" in broken[0]["evidence"], broken

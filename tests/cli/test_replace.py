@@ -62,11 +62,12 @@ def test_ranks_lost_one_after_the_other_are_replaced(host: Host, undisturbed: Un
     faults = "kill_at=rank:1,step:4 kill_at=rank:0,step:9,generation:1"
     started = start(host, tmp_path, "fp64 zero=3", faults=faults)
     expect_same(started, tmp_path, undisturbed("fp64 zero=3"))
-    assert [started.said.count(f"replacing rank {rank};") for rank in (0, 1)] == [1, 1], started.said
+    assert started.said.count("replacing rank") == 2, started.said
     assert "restarting all workers" not in started.said
     assert (started.json["restarts"], started.json["resumed_from"] in (7, 8)) == (2, True)
 
 
+@pytest.mark.alone  # the other rank has two seconds to leave
 @pytest.mark.parametrize("number", [signal.SIGSEGV, wide(signal.SIGKILL)])
 def test_the_others_live_on(host: Host, undisturbed: Undisturbed, tmp_path: Path, number: signal.Signals) -> None:
     started = start(host, tmp_path, "fp64 tp=2")
@@ -83,27 +84,36 @@ def test_a_stopped_rank_is_ended_and_replaced(host: Host, undisturbed: Undisturb
     started = start(host, tmp_path, "fp64 zero=3", faults="stop_at=rank:1,step:8")
     expect_same(started, tmp_path, undisturbed("fp64 zero=3"))
     assert "rank 1 of 2 was stopped by a signal" in started.said
-    assert "replacing rank 1;" in started.said
+    assert "replacing rank" in started.said
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [
-        "kill_at=step:5",  # on both ranks
-        wide("kill_at=rank:1,step:5 kill_at=rank:0,write:1,generation:1"),  # while the first one is replaced
-        wide("kill_at=rank:1,step:5 kill_at=rank:1,write:1,generation:1"),
-    ],
-)
-def test_two_lost_ranks_mean_a_restart_of_all(
-    host: Host, undisturbed: Undisturbed, tmp_path: Path, faults: str
-) -> None:
-    started = start(host, tmp_path, "fp64 zero=3", "--launch.max_restarts", "1", faults=faults)
+def test_two_ranks_lost_at_once_mean_a_restart_of_all(host: Host, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    started = start(host, tmp_path, "fp64 zero=3", "--launch.max_restarts", "1", faults="kill_at=step:5")
     expect_same(started, tmp_path, undisturbed("fp64 zero=3"))
     assert "no rank is replaced: " in started.said
     assert started.said.count("restarting all workers") == 1, started.said
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("kills_new", [False, True])
+def test_a_rank_lost_during_a_replacement(
+    host: Host, undisturbed: Undisturbed, tmp_path: Path, kills_new: bool
+) -> None:
+    """All are restarted, and both kills count as one restart."""
+    started = start(host, tmp_path, "fp64 zero=3", "--launch.max_restarts", "1")
+    until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and len(losses(tmp_path / "run")) > 2, started)
+    other, lost = started.workers
+    os.kill(lost, signal.SIGKILL)
+    until(lambda: set(started.workers) - {other, lost} != set(), started)
+    os.kill((set(started.workers) - {other, lost}).pop() if kills_new else other, signal.SIGKILL)
+    expect_same(started, tmp_path, undisturbed("fp64 zero=3"))
+    assert "was lost while rank 1 was being replaced" in started.said
+    assert started.said.count("restarting all workers") == 1, started.said
+
+
 PLANS = ["fp64", "fp64 zero=1", "fp64 zero=3", "fp64 tp=2", "fp64 pp=2", "fp64 cp=2", "fp64 compress=1bit"]
+NOTHING_OF_RANK_1 = ["fp64", "fp64 cp=2"]
+"""Plans in which rank 0 alone saves: both ranks have the same state."""
 PLACES = ["kill_at=rank:{rank},step:6", "kill_at=rank:{rank},save:3,write:1", "kill_at=rank:{rank},save:3,write:2"]
 
 
@@ -116,7 +126,8 @@ def test_every_plan_continues(
 ) -> None:
     started = start(host, tmp_path, plan, "--checkpoint.every", "4step", faults=place.format(rank=rank))
     expect_same(started, tmp_path, undisturbed(plan))
-    assert started.said.count(f"replacing rank {rank};") == 1, started.said
+    is_killed = rank == 0 or "step" in place or plan not in NOTHING_OF_RANK_1
+    assert started.said.count("replacing rank") == started.json["restarts"] == is_killed, started.said
 
 
 @pytest.mark.wide

@@ -97,7 +97,11 @@ def test_lost_and_doubled_samples_and_other_losses(
 
 def journal(*steps: tuple[float, int, int], commits: list[tuple[float, int]], made: list[Made]) -> Journal:
     return Journal(
-        Path(), Path(), steps=[Step(*each) for each in steps], commits=[Commit(*each) for each in commits], made=made
+        Path(),
+        Path(),
+        steps=[Step(at, step, str(worker)) for at, step, worker in steps],
+        commits=[Commit(*each) for each in commits],
+        made=made,
     )
 
 

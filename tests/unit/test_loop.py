@@ -57,6 +57,14 @@ def test_the_learning_rate_in_the_metrics_is_the_schedule(tmp_path: Path) -> Non
     assert rates == pytest.approx(expected)
 
 
+def test_a_batch_of_more_samples_than_the_data_has_gets_a_note(capfd: pytest.CaptureFixture[str]) -> None:
+    data = {"source": "synthetic", "seq_len": 16, "global_batch": 4, "synthetic_samples": 3, "validation": 0}
+    small = job(run={"duration": "1step"}, data={**data, "workers": 0})
+    train(None, None, small, RunInvocation(save=False, start_time=0.0))
+    said = " ".join(capfd.readouterr().err.split())
+    assert "a step has 4 samples and the data 3: samples repeat within a step; not with --data.global_batch 3" in said
+
+
 MODEL = """
 import torch
 from torch import nn

@@ -16,7 +16,7 @@ from shoal.comm.heartbeat import recorder
 from shoal.comm.heartbeat.arrivals import Arrivals
 from shoal.comm.heartbeat.board import HeartbeatBoard
 from shoal.comm.heartbeat.heart import Heart
-from shoal.comm.heartbeat.recorder import Ticket
+from shoal.comm.heartbeat.ticket import Ticket
 from shoal.launch import cgroup
 from shoal.launch.failure import Failure, write_failure
 from shoal.launch.watch.reading import ProcessState, Reading, cpu_of_descendants

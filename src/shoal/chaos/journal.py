@@ -17,7 +17,8 @@ class Step(NamedTuple):
 
     at: float
     step: int
-    pid: int
+    worker: str
+    """The process of rank 0 and its generation: a process that survives the loss of another rank begins a new one."""
 
 
 class Line(NamedTuple):
@@ -92,7 +93,7 @@ class Journal:
         self.lines += [Line(now, text) for text in lines.read()]
         for text in steps.read():
             found = json.loads(text)
-            self.steps.append(Step(found["at"], found["step"], found["pid"]))
+            self.steps.append(Step(found["at"], found["step"], f"{found['pid']} {found['generation']}"))
         if committed >= 0 and (not self.commits or self.commits[-1].step != committed):
             self.commits.append(Commit(now, committed))
 
@@ -115,9 +116,9 @@ class Journal:
 
     def _resumed(self, made: Made) -> float | None:
         before = [each for each in self.steps if each.at <= made.at]
-        pid = before[-1].pid if before else 0
-        top = max((each.step for each in self.steps if each.pid == pid), default=0)
-        return next((e.at for e in self.steps if e.at > made.at and e.pid != pid and e.step > top), None)
+        old = before[-1].worker if before else ""
+        top = max((each.step for each in self.steps if each.worker == old), default=0)
+        return next((e.at for e in self.steps if e.at > made.at and e.worker != old and e.step > top), None)
 
     def _continued(self, made: Made) -> float | None:
         top, after = self.top(made.at), max(made.at, made.until)

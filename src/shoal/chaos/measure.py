@@ -103,7 +103,7 @@ def goodput(journal: Journal) -> Goodput | None:
     active = [(made.at, journal.recovered(made) or steps[-1].at) for made in journal.made]
     clean = [end - begin for begin, end in gaps if not any(begin < last and first < end for first, last in active)]
     usual = statistics.fmean(clean) if clean else statistics.median(end - begin for begin, end in gaps)
-    num_restarts = sum(old.pid != new.pid for old, new in itertools.pairwise(steps))
+    num_restarts = sum(old.worker != new.worker for old, new in itertools.pairwise(steps))
     num_useful = max(each.step for each in steps) - steps[0].step
     again = len(gaps) - num_useful
     pauses = max(0.0, wall - len(gaps) * usual)

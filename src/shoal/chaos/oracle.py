@@ -105,7 +105,7 @@ def committed_steps_lost(journal: Journal) -> tuple[int, int]:
 
 
 def restarts(journal: Journal) -> Iterable[tuple[float, int]]:
-    """Time and number of the first step of each new process of rank 0."""
+    """Time and number of the first step of each new generation of rank 0."""
     for old, new in itertools.pairwise(journal.steps):
-        if old.pid != new.pid:
+        if old.worker != new.worker:
             yield new.at, new.step

@@ -26,11 +26,19 @@ VERBS = {
     "ls": "list the runs below a folder with state, step, loss and speed",
     "checkpoint": "list, verify and compare checkpoints; export them to other formats and import from them",
     "generate": "print how a trained language model continues a prompt",
+    "doctor": "check this host, a recipe, several hosts or a run for the usual causes of failures",
+    "presets": "list the models, clusters and recipes that other verbs accept",
     "schema": "print the JSON schema of a recipe, for editors",
     "explain": "print the page of an error code: the rule, why it holds, and the ways to fix it",
 }
 
-MODULES = {"report": "runs.report", "ls": "runs.ls"}
+MODULES = {
+    "report": "runs.report",
+    "ls": "runs.ls",
+    "explain": "lookup.explain",
+    "schema": "lookup.schema",
+    "presets": "lookup.presets",
+}
 """Verbs whose file is in a folder."""
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")

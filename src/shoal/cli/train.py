@@ -72,6 +72,10 @@ class Train:
     ssh: str | None = None
     """The command that runs another one on {host}. None: SHOAL_SSH, or ssh. none: `shoal agent` is started there."""
 
+    store: str | None = None
+    """Where the state of a run on several hosts is: etcd://a:2379,b:2379/NAME. The same command on another host then
+    waits, and takes over when this host is lost. None: in this process."""
+
     listen: str | None = None
     """The address of this host at which other hosts connect, and a port: 10.0.0.1:29400. The next port is used too."""
 
@@ -106,7 +110,10 @@ def _train_on_hosts(
     recipe = reading.complete(lambda each: check_incomplete(each, None))
     if options.dry_run:
         return _train(options, reading, start_time, out, place_on_hosts(options.hosts, recipe.launch.nproc))
-    summary, is_written = train_on_hosts(options, words, recipe, as_verb(), start_time)
+    found = train_on_hosts(options, words, recipe, as_verb(), start_time)
+    if found is None:  # another coordinator has led it to its end, and has shown the summary
+        return 0
+    summary, is_written = found
     show_summary(summary, as_json=options.json, out=out)
     return _exit_code(summary, is_written=is_written, is_main=True)
 
@@ -219,7 +226,7 @@ def _check_resume(resume: str) -> Iterator[Problem]:
 
 def _check_hosts(options: Train) -> Iterator[Problem]:
     """Find options that have no effect without --hosts."""
-    for name in ("min_hosts", "ssh", "listen"):
+    for name in ("min_hosts", "ssh", "listen", "store"):
         if options.hosts is None and getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             yield Problem("N067", f"{flag} has no effect without --hosts", f"--hosts a:8,b:8, or leave {flag} out")
@@ -290,7 +297,7 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
                 nproc=world_size,
                 grace_period=grace_period,
                 timeout=timeout,
-                budget=budget if launched.recovery == "replace" else None,
+                budget=budget if _replaces_ranks(job.recipe) else None,
             )[0]
 
     def say(text: str) -> None:
@@ -306,6 +313,12 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
         else nullcontext() as root,
     ):
         return with_restarts(start, budget)
+
+
+def _replaces_ranks(recipe: Recipe) -> bool:
+    """Whether one lost rank is replaced. Neither NCCL's groups nor compiled code were tried in a process that stays."""
+    has_gpu = recipe.launch.device != "cpu" and not has_no_accelerator()
+    return recipe.launch.recovery == "replace" and not has_gpu and not recipe.run.compile
 
 
 def _saves_to(recipe: Recipe, resume: str) -> str:

@@ -178,8 +178,9 @@ class LaunchSection(Section):
     when a newer step was saved since the last restart. torchrun has its own flag of this name."""
 
     recovery: Literal["replace", "restart"] = "replace"
-    """After one process on one host without GPUs has died. replace: start that process again; the others stay, and all
-    load the last checkpoint. restart: start all processes again, as after any other failure."""
+    """What is done after one process on one host without GPUs has died. replace: start that process again; the others
+    stay, and all load the last checkpoint. restart: start all processes again, as after any other failure, and with
+    `run.compile`."""
 
 
 LONGEST_NAME = 200

@@ -1,14 +1,16 @@
-"""Out-of-memory kills of this process's control group: in a container its limit counts, not the memory of the host.
+"""Limits and out-of-memory kills of this process's control group: in a container they count, not those of the host.
 
-Version 2 of control groups has the count in `memory.events`, version 1 in `memory.oom_control`. A container may see its
+Version 2 of control groups has the kills in `memory.events`, version 1 in `memory.oom_control`. A container may see its
 own group as the root of the file system.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
+PERIOD = "cpu.cfs_period_us"
 
 
 def oom_kills(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
@@ -41,7 +43,51 @@ def _size(path: Path) -> int | None:
     return int(text) if text.isdecimal() and int(text) < 2**60 else None
 
 
-def _folders(root: Path, own: Path) -> list[Path]:
+def used(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """The memory that this control group uses in bytes, caches included; None: it is not known."""
+    names = ("memory.current", "memory.usage_in_bytes")
+    return next((found for found in _values(root, own, "memory", names)), None)
+
+
+def reclaimable(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Bytes of cached files, which the kernel takes back before it kills; None: it is not known."""
+    for folder in _folders(root, own):
+        found = _numbers(folder / "memory.stat")
+        for name in ("inactive_file", "total_inactive_file"):
+            if name in found:
+                return found[name]
+    return None
+
+
+def most_processes(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """The number of processes and threads that this control group may have; None: it has no limit."""
+    return min(_values(root, own, "pids", ("pids.max",)), default=None)
+
+
+def cores(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> float | None:
+    """The number of cores whose time this control group may use, such as 1.5; None: it has no limit."""
+    for folder in _folders(root, own, "cpu"):
+        quota = _words(folder / "cpu.max") or [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / PERIOD)]
+        if len(quota) == 2 and all(word.isdecimal() for word in quota) and int(quota[1]):
+            return int(quota[0]) / int(quota[1])
+    return None
+
+
+def _values(root: Path, own: Path, controller: str, names: tuple[str, ...]) -> Iterator[int]:
+    """The numbers in the files of these names; `max` is none."""
+    for folder in _folders(root, own, controller):
+        for name in names:
+            yield from (int(word) for word in _words(folder / name)[:1] if word.isdecimal())
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _folders(root: Path, own: Path, controller: str = "memory") -> list[Path]:
     """Where the files of this group may be, the most likely first."""
     try:
         lines = own.read_text().splitlines()
@@ -52,8 +98,8 @@ def _folders(root: Path, own: Path) -> list[Path]:
         _, controllers, path = line.split(":", 2)
         if not controllers:
             found += [root / path.lstrip("/"), root]
-        elif "memory" in controllers.split(","):
-            found += [root / "memory" / path.lstrip("/"), root / "memory"]
+        elif controller in controllers.split(","):
+            found += [root / controller / path.lstrip("/"), root / controller]
     return found
 
 

@@ -26,7 +26,7 @@ from shoal.errors import RunFailed, ShoalError, listed
 from shoal.launch.failure import Failure
 from shoal.launch.survivor import ARMED, DISARMED, JOINED, LEFT
 
-SECONDS_TO_LEAVE = 1.0
+SECONDS_TO_LEAVE = 2.0
 """Seconds that the others have to leave their step. A long forward, or an exception that gloo lost, holds them up."""
 SECONDS_TO_JOIN = 10.0
 """Seconds from there to the new group of all ranks. What comes after it, like loading, has the usual limits."""

@@ -6,7 +6,7 @@
 
 [1] Where a connection ends while gloo's own thread answers a message, gloo loses the exception, and the main thread
     waits for its timeout (torch 2.13, seen in every fifth cut between small collectives). While all wait, it does not
-    happen. The launcher replaces a rank that has not left after a second: all ranks load the last checkpoint anyway.
+    happen. The launcher replaces a rank that has not left after two seconds: all ranks load the last checkpoint anyway.
 
 A rank is `armed` while it trains: before and after that, a lost rank means a restart of all workers.
 """

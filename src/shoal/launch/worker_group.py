@@ -228,7 +228,7 @@ class WorkerGroup:
 
     def _replace(self, failure: Failure, others: list[int]) -> None:
         assert self.replacement is not None
-        before, self.deadline = self.watcher, None
+        before, self.deadline = self.watcher if failure.code == "N024" else None, None  # a verdict has all of it
         self._begin_generation(len(self.processes))
         self.replacement.begin(failure, others, lambda: self._error_of(_explained_by(before, failure)))
         self._start_again(failure.rank)

@@ -19,10 +19,12 @@ from typing import Any
 from shoal.blueprint.plan import Plan
 from shoal.comm.rendezvous.key import Key
 from shoal.errors import ShoalError
+from shoal.launch.hosts.etcd.leadership import LostLead
 from shoal.launch.hosts.generation import Generation, Grown, Job, check_shared_folder
 from shoal.launch.hosts.hostlist import HostSpec
 from shoal.launch.hosts.lifetime import STOP_SIGNALS, forked
 from shoal.launch.hosts.members import Member, Members
+from shoal.launch.hosts.messages import Message
 from shoal.launch.hosts.ssh import NOBODY, Command, start_agent, why_ended
 from shoal.launch.hosts.store.process import StoreProcess, close_all_but
 
@@ -30,6 +32,8 @@ SECONDS_TO_NOTE = 8.0
 """Seconds after which hosts that have not joined are named."""
 FENCE = 1.0
 """Seconds after a host is lost before a generation without it starts."""
+SECONDS_TO_GATHER = 2.0
+"""Seconds in which agents join a coordinator that has taken over, before a generation without the others starts."""
 SETTLE = 0.5
 """Seconds after the first agent that cannot be started in which others may fail, too."""
 REVIVAL = 5.0
@@ -59,6 +63,8 @@ class Coordinator:
     """The newest saved step."""
     shares_disk: bool = True
     """Whether all hosts were found to see the same directory of checkpoints."""
+    record: Callable[[Message], None] = lambda state: None
+    """Called with the state of the run before each generation."""
     experienced: set[Member] = field(default_factory=set)
     """The hosts that have run the job."""
     next_revival: float = 0.0
@@ -92,7 +98,9 @@ class Coordinator:
             check_shared_folder(generation)
             self.shares_disk = generation.shares_disk
             members = [[host.name, host.spec.slots] for host in hosts]
-            self.store.publish({"generation": self.number, "hosts": members, "plan": generation.plan})
+            state = {"generation": self.number, "hosts": members, "plan": generation.plan, "job": self.job.name}
+            self.store.publish(state)
+            self.record({**state, "num_saved": self.num_saved, "shares_disk": self.shares_disk})
             if len(hosts) != self.num_used:
                 plan = Plan.parse(generation.plan).brief()
                 self.members.say(f"continuing on {len(hosts)} of {len(self.members.members)} hosts: {plan}")
@@ -156,6 +164,16 @@ class Coordinator:
                 return os.waitpid(self.local_agents[member], os.WNOHANG)[0] == 0
         return member in self.commands and self.commands[member].process.poll() is None
 
+    def continue_from(self, state: Message) -> None:
+        """Take over a run from what the last coordinator has recorded, and wait a moment for its agents."""
+        self.number, self.num_saved = int(state["generation"]), int(state["num_saved"])
+        self.shares_disk, self.num_used = bool(state["shares_disk"]), len(state["hosts"])
+        self.experienced = {member for member in self.members.members if member.name in dict(state["hosts"])}
+        until = time.monotonic() + SECONDS_TO_GATHER
+        while time.monotonic() < until and not self.experienced <= set(self.members.usable):
+            self.raise_on_signal()
+            self.members.turn()
+
     def wait_for_hosts(self, least: int) -> None:
         """Return when every host has joined, or after a restart this many."""
         began = time.monotonic()
@@ -163,7 +181,7 @@ class Coordinator:
         while missing := [member for member in self.members.members if member not in self.members.usable]:
             if len(self.members.usable) >= least and len(self.members.members) > least:
                 return
-            self._raise_on_signal()
+            self.raise_on_signal()
             self.members.turn()
             self._check_commands(missing)
             waited = time.monotonic() - began
@@ -209,18 +227,22 @@ class Coordinator:
         """Sleep, and keep the agents' heartbeats going."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            self._raise_on_signal()
+            self.raise_on_signal()
             self.members.turn(min(0.1, max(0.0, until - time.monotonic())))
 
-    def _raise_on_signal(self) -> None:
+    def raise_on_signal(self) -> None:
+        """Raise if a signal has come."""
         if self.signals:
             number = self.signals.pop(0)
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    def close(self) -> None:
-        """Let the agents go, and end the store."""
-        self.members.send(self.members.present, {"do": "leave"})
-        deadline = time.monotonic() + 2.0
+    def close(self, *, lets_go: bool = True) -> None:
+        """End the store, and let the agents go. `lets_go` False: only close the connections, so that the agents join
+        the next coordinator."""
+        self.members.each_turn = lambda: None
+        if lets_go:
+            self.members.send(self.members.present, {"do": "leave"})
+        deadline = time.monotonic() + (2.0 if lets_go else 0.0)
         while self.members.present and time.monotonic() < deadline:
             self.members.turn(0.05)
         self.members.close()
@@ -256,11 +278,15 @@ def coordinating(
         raise ShoalError(what, fix="--listen with an address of this host and a free port", code="N060") from None
     members = Members(hosts, secret, listening, _say)
     coordinator = Coordinator(members, store, job, ssh, key_text, local_agent, timeout, min_hosts, num_used=len(hosts))
+    lets_go = True
     with _receiving_signals(coordinator.signals):
         try:
             yield coordinator
+        except LostLead:
+            lets_go = False
+            raise
         finally:
-            coordinator.close()
+            coordinator.close(lets_go=lets_go)
 
 
 def secret_of(text: str) -> bytes:

@@ -68,6 +68,8 @@ class Members:
     door: Door = field(init=False)
     has_begun: bool = False
     """Whether ranks have been started: from then on no agent that joins can end the run."""
+    each_turn: Callable[[], None] = lambda: None
+    """Called in each turn; may raise."""
     _unnamed: list[tuple[Channel, str]] = field(default_factory=list)
     """Authenticated connections that have not said their name yet."""
     _next_beat: float = 0.0
@@ -98,6 +100,7 @@ class Members:
 
     def turn(self, seconds: float = TURN) -> list[Event]:
         """Wait a moment, and return what has happened."""
+        self.each_turn()
         self._beat()
         with selectors.DefaultSelector() as selector:
             for source, writes in self._sources():

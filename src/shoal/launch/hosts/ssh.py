@@ -88,12 +88,20 @@ def command_for(host: HostSpec, address: tuple[str, int], template: str) -> list
     >>> command_for(HostSpec("b", 8), ("10.0.0.1", 29400), "ssh {host}")[:2]
     ['ssh', 'b']
     """
+    return python_command(
+        host,
+        f"-m shoal agent --join {address[0]}:{address[1]} --name {shlex.quote(host.name)} --key-from-stdin --json",
+        template,
+    )
+
+
+def python_command(host: HostSpec, arguments: str, template: str) -> list[str]:
+    """The words of a command that runs this Python in this directory of a host; `arguments` are quoted already."""
     words = [word.replace("{host}", host.name) for word in shlex.split(template)]
     python = shlex.quote(sys.executable)
     script = (
         f"cd {shlex.quote(os.getcwd())} 2>/dev/null || exit {_NO_DIRECTORY}; command -v {python} >/dev/null ||"
-        f" exit {_NO_PYTHON}; exec {python} -m shoal agent --join {address[0]}:{address[1]}"
-        f" --name {shlex.quote(host.name)} --key-from-stdin --json"
+        f" exit {_NO_PYTHON}; exec {python} {arguments}"
     )
     if Path(words[0]).name in _TAKES_ONE_STRING:  # a shell on the other host splits the string again
         return [*words, "--", f"sh -c {shlex.quote(script)}"]

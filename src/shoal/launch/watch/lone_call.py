@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.comm.heartbeat.recorder import Ticket
+from shoal.comm.heartbeat.ticket import Ticket
 from shoal.launch.watch.reading import Reading
 
 

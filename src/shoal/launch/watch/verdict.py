@@ -31,8 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shoal.comm.heartbeat.messages import ANY_SOURCE
-from shoal.comm.heartbeat.recorder import Ticket, group_of
+from shoal.comm.heartbeat.ticket import ANY_SOURCE, Ticket, group_of
 from shoal.launch.watch.lone_call import lone_call
 from shoal.launch.watch.reading import ProcessState, Reading
 from shoal.launch.watch.thresholds import STEP, Thresholds

@@ -9,7 +9,6 @@ function shows its count only after a forward (`counting`); `deferred_count` the
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -319,17 +318,18 @@ def reject_shapes(logits: Any, labels: Tensor, *, fix: str = "") -> None:
         raise ShoalError(
             f"cross-entropy takes a label for each row of logits, not logits of shape {tuple(logits.shape)} and labels"
             f" of shape {tuple(labels.shape)}",
-            fix=fix or f"{_reshaped(logits, labels)}; or Run(loss=lambda model, batch: ...)",
+            fix=fix or f"{_fitted(logits, labels)}; or Run(loss=lambda model, batch: ...)",
             code="T020",
         )
 
 
-def _reshaped(logits: Tensor, labels: Tensor) -> str:
-    """How to make labels fit, if there are as many as rows of logits."""
-    rows = tuple(logits.shape[:-1])
-    if logits.dim() and labels.numel() == math.prod(rows):
-        return f"labels.reshape({', '.join(map(str, rows))})"
-    return "labels of the shape of the logits but for their last dim"
+def _fitted(logits: Tensor, labels: Tensor) -> str:
+    """How to make labels and logits fit each other."""
+    if labels.shape == logits.shape:
+        return "labels.argmax(-1), for labels that are one-hot"
+    if logits.dim() > 2 and labels.shape == (*logits.shape[:1], *logits.shape[2:]):
+        return "return logits.movedim(1, -1) in the model: the classes are the last dim"
+    return f"labels of shape {tuple(logits.shape[:-1])}"
 
 
 def _has_rows(logits: Any, labels: Tensor) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -27,6 +29,20 @@ def run_agent(
 ) -> int:
     """Serve the coordinator at an address until it lets this agent go; the exit code. `wait`: seconds in which it may
     be started."""
+    with serving(key, prepare) as agent:
+        channel = join(address, key, name, wait=wait)
+        while True:
+            try:
+                return serve(agent, channel)
+            except (Silent, Ended):
+                agent.lose_coordinator()
+                _say(f"the connection to the coordinator at {_shown(address)} is lost; the workers here were ended")
+                channel = _rejoin(address, key, name)
+
+
+@contextlib.contextmanager
+def serving(key: Key, prepare: Prepare) -> Iterator[Agent]:
+    """An agent that passes signals on to its workers, and ends them in the end."""
     agent = Agent(key.secret, prepare)
 
     def enqueue(number: int, frame: FrameType | None) -> None:
@@ -37,19 +53,17 @@ def run_agent(
     for number in STOP_SIGNALS:
         signal.signal(number, enqueue)
     try:
-        channel = join(address, key, name, wait=wait)
-        while True:
-            try:
-                agent.serve(channel)
-                if agent.sent_away is not None:
-                    raise agent.sent_away
-                return 0
-            except (Silent, Ended):
-                agent.lose_coordinator()
-                _say(f"the connection to the coordinator at {_shown(address)} is lost; the workers here were ended")
-                channel = _rejoin(address, key, name)
+        yield agent
     finally:
         agent.close()
+
+
+def serve(agent: Agent, channel: Channel) -> int:
+    """Serve a coordinator until it lets the agent go; the exit code. Raises `Silent` or `Ended` if it is lost."""
+    agent.serve(channel)
+    if agent.sent_away is not None:
+        raise agent.sent_away
+    return 0
 
 
 def join(

@@ -1,0 +1,304 @@
+"""`shoal doctor RECIPE`, `--hosts` and RUN: what a plan needs, links between hosts, and ranks that wait."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli import main
+from shoal.comm.heartbeat.board import HeartbeatBoard
+from shoal.config.load import load_recipe
+from shoal.doctor import hosts, link, live, needs
+from shoal.doctor.bounded import run_checks
+from shoal.doctor.dry_run import parse_answer
+from shoal.doctor.finding import GIB, Finding, Level, ok
+from shoal.doctor.needs import Needs
+from shoal.launch.hosts.hostlist import HostSpec
+from tests.rejects import rejects
+from tests.unit.test_doctor import NEW_NETWORK, after, called, driver, is_root, mount, only, own_mounts
+
+PREDICTED = {"parameters": 10**9, "trained_parameters": 10**9, "memory": {"context": GIB, "total": 21 * GIB}}
+
+
+def of(*, ranks: int = 2, predicted: Mapping[str, Any] = PREDICTED, **settings: str) -> Needs:
+    recipe = load_recipe(None, [(key.replace("__", "."), value) for key, value in settings.items()])
+    return Needs(recipe=recipe, ranks=ranks, world_size=ranks, predicted=predicted)
+
+
+# ── what a recipe needs ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_host_memory_of_the_ranks() -> None:
+    def found(available: int) -> list[Finding]:
+        return list(needs.host_memory(of(launch__device="cpu"), lambda: (available, "64 GiB of this host")))
+
+    only(found(40 * GIB), Level.FAIL, "40.7 GiB predicted (2 ranks of 20.3 GiB)", "40.0 GiB available", "--plan auto")
+    only(found(42 * GIB), Level.WARNING, "42.0 GiB available")
+    assert [each.level for each in found(64 * GIB)] == [Level.OK]
+
+
+def test_gpus_of_the_ranks() -> None:
+    found = list(needs.gpu_memory(of(ranks=2), driver(free=20 * GIB)))
+    assert [each.level for each in found] == [Level.FAIL, Level.FAIL]
+    assert "2 ranks, but 1 GPU here" in found[0].evidence
+    assert "21.0 GiB predicted on the fullest rank; 20.0 GiB free" in found[1].evidence
+    assert [each.level for each in needs.gpu_memory(of(ranks=1), driver())] == [Level.OK]
+    only(list(needs.gpu_memory(of(launch__device="cuda"), missing)), Level.FAIL, "no GPU", "--launch.device cpu")
+
+
+def missing() -> Any:
+    raise OSError("no library")
+
+
+@is_root
+def test_loaders_need_shared_memory() -> None:
+    def small() -> None:
+        own_mounts()
+        mount("tmpfs", Path("/dev/shm"), "tmpfs", 0, "size=64m")
+
+    large = of(data__workers="8", data__prefetch="4", data__seq_len="65536", data__global_batch="32")
+    words = ("1.2 GiB needed (2 ranks × 8 loaders × 5 batches of 16 MiB)", "64 MiB free", "shm-size=3g")
+    only(after(small, lambda: needs.shared_memory(large)), Level.FAIL, *words)
+    saves = of(checkpoint__memory_every="1step", data__workers="0")
+    only(after(small, lambda: needs.shared_memory(saves)), Level.FAIL, "saves of 33.5 GiB")
+
+
+def test_threads_of_the_ranks() -> None:
+    pinned = lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # noqa: E731
+    many = of(ranks=3, launch__threads="4", launch__device="cpu")
+    only(after(pinned, lambda: needs.threads(many)), Level.WARNING, "3 ranks × 4 threads; 1 of ", "--nproc 1")
+    one = of(ranks=1, launch__threads="4", launch__device="cpu")
+    only(after(pinned, lambda: needs.threads(one)), Level.WARNING, "1 rank × 4 threads", "--launch.threads 1")
+
+
+def test_directories_and_data_of_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    settings = {"run__dir": f"{tmp_path}/run", "checkpoint__dir": f"{tmp_path}/file/checkpoints"}
+    wanted = of(data__source=str(tmp_path / "none.bin"), **settings)
+    found = {each.check: each for each in run_checks(list(needs.checks(wanted))) if each.level is Level.FAIL}
+    assert found["checkpoints"].evidence.endswith("Not a directory")
+    assert found["data"].evidence.endswith("No such file or directory")
+    # Three checkpoints of 12 bytes a parameter: the two that are kept, and the one that is written.
+    huge = of(run__dir=str(tmp_path), predicted={"parameters": 10**13, "trained_parameters": 10**13})
+    found = {each.check: each for each in run_checks(list(needs.checks(huge)))}
+    assert f"{36 * 10**13 / GIB:,.1f} GiB are needed" in found["checkpoints"].evidence
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_problems_of_a_recipe_are_findings() -> None:
+    problem = {"code": "P011", "what": "batch 10 is not divisible by 4 ranks", "fix": "--data.global_batch 12"}
+    answer = parse_answer("noise\n" + json.dumps({"error": {"problems": [problem]}, "exit_code": 2}))
+    only(list(answer.findings), Level.FAIL, "not divisible by 4 ranks [P011]", "--data.global_batch 12")
+    only(list(parse_answer("Killed").findings), Level.FAIL, "without an answer")
+
+
+# ── between hosts ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def in_own_network(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run in a network of one interface with the address 10.1.0.1."""
+
+    def breaking() -> None:
+        called("unshare", NEW_NETWORK)
+        lines = [
+            "link add w0 type veth peer name w1",
+            "link set w0 up",
+            "link set lo up",
+            "address add 10.1.0.1/24 dev w0",
+        ]
+        subprocess.run(["ip", "-batch", "-"], input="\n".join(lines), text=True, check=True)
+
+    [found] = after(breaking, lambda: [ok("link", json.dumps(work()))])
+    result: dict[str, Any] = json.loads(found.evidence)
+    return result
+
+
+@is_root
+def test_a_link_and_links_that_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    token = bytes(16)
+    monkeypatch.setattr(link, "SECONDS", 0.3)
+
+    def closed() -> dict[str, Any]:
+        return link.reach("10.1.0.1", 9, token)
+
+    def loses_large_packets() -> dict[str, Any]:
+        server = socket.create_server(("10.1.0.1", 0))
+
+        def answer() -> None:
+            connection = server.accept()[0]
+            connection.recv(20)
+            connection.sendall(b"s")
+            time.sleep(2)
+
+        threading.Thread(target=answer, daemon=True).start()
+        return link.reach("10.1.0.1", server.getsockname()[1], token)
+
+    sound = in_own_network(lambda: link.reach("10.1.0.1", link.listen(token), token))
+    assert (sound["failed"], sound["rate"] > 1e6) == ("", True)
+    stranger = in_own_network(lambda: link.reach("10.1.0.1", link.listen(token), b"x" * 16))
+    assert (stranger["failed"], stranger["rate"]) == ("small", 0)
+    for work, failed, words in (
+        (closed, "connect", ("a → b cannot connect to a free port of 10.1.0.1: Connection refused", "ufw allow")),
+        (loses_large_packets, "large", ("4 MiB do not arrive", "mtu 1500")),
+        (lambda: link.reach("localhost", 9, token), "name", ("a does not find b (127.0.0.1)", "/etc/hosts")),
+        (lambda: link.reach("no-such-host.invalid", 9, token), "name", ("a does not find b",)),
+    ):
+        found = in_own_network(work)
+        assert found["failed"] == failed, found
+        only([hosts._broken("a", "b", found)], Level.FAIL, *words)
+
+
+def peer(name: str, **facts: str) -> hosts.Peer:
+    return hosts.Peer(HostSpec(name, 8), None, {"python": "3.12.3", "torch": "2.13.0", **facts}, port=1)  # type: ignore[arg-type]
+
+
+def test_versions_that_differ_are_named_alone() -> None:
+    found = list(hosts._compare_versions([peer("a"), peer("b"), peer("c", torch="2.11.0")]))
+    only(found, Level.FAIL, "torch: a has 2.13.0, b has 2.13.0, c has 2.11.0", "ssh c", "'torch==2.13.0'")
+    only(list(hosts._compare_versions([peer("a", driver="570"), peer("b")])), Level.WARNING, "b has none")
+    assert [each.level for each in hosts._compare_versions([peer("a"), peer("b")])] == [Level.OK]
+
+
+def test_a_host_that_cannot_be_reached() -> None:
+    found = hosts.check_hosts([HostSpec("node7", 1)], "sh -c 'echo Permission denied; exit 255' {host}")
+    only(found, Level.FAIL, "node7 cannot be started: exit code 255: Permission denied [N054]", "without a password")
+    with rejects("N102", "--ssh none"):
+        hosts.check_hosts([HostSpec("node7", 1)], "none")
+
+
+# ── a run ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def beat(step: int, entered: int, done: int) -> dict[str, Any]:
+    counters = {"gloo/0": (entered, done)}
+    groups = {"0": ("dp_replicate", [0, 1])}
+    moving = {"counters": counters, "phase": "step", "step": step, "total": entered + done}
+    return {**moving, "groups": groups, "tickets": [], "median": 0.1, "beat": time.monotonic(), "uses_gpu": False}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, HeartbeatBoard, list[int]]]:
+    """A directory as a run has it, which this process holds; its board, and the processes of two ranks."""
+    monkeypatch.setattr(live, "WINDOW", 0.05)
+    path, scratch = tmp_path / "run", tmp_path / "shoal-launch-test"
+    path.mkdir()
+    scratch.mkdir()
+    (path / "environment.json").write_text("{}")
+    (path / "metrics.jsonl").write_text('{"step": 41, "loss": 2.5}\n{"step": 42, "loss": 2.4}\n{"st')
+    os.utime(path / "metrics.jsonl", (time.time() - 60,) * 2)
+    board = HeartbeatBoard.create(scratch / "heartbeats", 2)
+    assert board is not None
+    workers = []
+    for rank in range(2):
+        with (scratch / f"stacks-{rank}.txt").open("w") as file:
+            workers.append(subprocess.Popen(["sleep", "60"], stdout=file))
+    with (path / "lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield path, board, [worker.pid for worker in workers]
+    board._memory.close()  # the next test's board must be the only one that this process has mapped
+    for worker in workers:
+        worker.kill()
+        worker.wait()
+
+
+Live = tuple[Path, HeartbeatBoard, list[int]]
+
+
+def test_the_rank_that_others_wait_for_is_named(run: Live) -> None:
+    path, board, pids = run
+    board.write(0, beat(42, 7, 6))
+    board.write(1, beat(42, 6, 6))
+    found = live.check_run(path)
+    words = ("rank 1 of 2 never entered collective #7 of dp_replicate; rank 0 has waited 60.", "[N030]")
+    only(found, Level.FAIL, *words, f"py-spy dump --pid {pids[1]}")
+    assert found[-1].evidence == "step 42 was logged 60 s ago; loss 2.4"
+
+
+def test_a_rank_that_a_signal_has_stopped(run: Live) -> None:
+    path, board, pids = run
+    for rank in range(2):
+        board.write(rank, beat(42, 7, 6))
+    os.kill(pids[0], signal.SIGSTOP)
+    time.sleep(0.05)
+    only(live.check_run(path), Level.FAIL, f"rank 0 is stopped by a signal (process {pids[0]})", "kill -CONT")
+
+
+def test_a_run_that_moves(run: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, board, _ = run
+    board.write(0, beat(42, 7, 7))
+    board.write(1, beat(42, 7, 7))
+    monkeypatch.setattr(time, "sleep", lambda seconds: board.write(1, beat(43, 8, 8)))
+    found = live.check_run(path)
+    assert [(each.check, each.level) for each in found] == [("ranks", Level.OK), ("progress", Level.OK)]
+    assert "1 of 2 ranks move" in found[0].evidence
+
+
+def test_runs_that_no_process_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with rejects("N100", "holds no run"):
+        live.check_run(tmp_path)
+    (tmp_path / "environment.json").write_text("{}")
+    only(live.check_run(tmp_path), Level.FAIL, "it was killed, or failed", "shoal train")
+    (tmp_path / "summary.json").write_text('{"steps": 150, "was_stopped": false}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 150, "loss": "nan"}\n')
+    only(live.check_run(tmp_path), Level.FAIL, "loss nan", "T0")
+    assert main(["doctor", str(tmp_path), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["worst"], said["findings"][0]["check"]) == ("will fail", "progress")
+
+
+# ── the verb ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_report_is_sorted_and_its_exit_code_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert main(["doctor", "--port", str(server.getsockname()[1])]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("✗ will fail  port")
+    assert lines[-1].startswith("Runs will fail: fix the lines marked ✗ first. 1 will fail, ")
+    assert sum(line.startswith("✓ ok") for line in lines) > 5
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(["--port", "70000"], "N101"), (["--hosts", "a b"], "N050"), (["none.yaml"], "R0")]
+)
+def test_bad_input_of_the_doctor(words: list[str], code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *words]) == 2
+    assert f"[{code}" in capsys.readouterr().err
+
+
+@pytest.mark.wide
+def test_a_recipe_on_this_host(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+    main(["doctor", str(recipe), "--nproc", "2", "--json"])
+    found = {each["check"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["recipe"]["evidence"] == "855,168 parameters on 2 ranks; all settings are valid"
+    assert found["host memory"]["level"] == found["checkpoints"]["level"] == "ok"
+    assert main(["doctor", str(recipe), "--nproc", "3", "--json"]) == 1
+    first = json.loads(capsys.readouterr().out)["findings"][0]
+    assert (first["check"], first["level"]) == ("recipe", "will fail")
+
+
+def test_presets_are_those_of_the_models(capsys: pytest.CaptureFixture[str]) -> None:
+    from shoal.models import llama, mlp, moe, resnet
+
+    assert main(["presets", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    real = {module.__name__.rpartition(".")[2]: list(module.PRESETS) for module in (llama, moe, resnet, mlp)}
+    assert {one["name"]: one["presets"] for one in found["trained"] if one["presets"]} == real
+    models = {one["name"]: one for one in found["models"]}
+    assert models["llama3-8b"]["billions"] == 8.03
+    assert {"h200", "cpu"} <= {one["name"] for one in found["clusters"]}
+    assert any(one["path"].endswith("tiny.yaml") and one["about"] for one in found["recipes"])
+    assert main(["presets"]) == 0
+    assert "mixtral-8x7b" in capsys.readouterr().out

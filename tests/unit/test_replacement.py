@@ -1,0 +1,93 @@
+"""The launcher's view of a replacement, without processes: reports of ranks go in, decisions come out."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+
+from shoal.elastic.restart import RestartBudget
+from shoal.errors import RunFailed
+from shoal.launch import replacement as module
+from shoal.launch.failure import Failure
+from shoal.launch.replacement import Replacement
+
+RANKS = range(3)
+LOST = Failure(code="N024", rank=1, at=0.0, what="was killed", is_sudden=True, may_pass=True, is_lost=True)
+
+
+class Three:
+    """Three ranks, and what the launcher says."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.replacement = Replacement(RestartBudget(most=3, say=self.said.append))
+        self.workers: dict[int, Connection] = {}
+        for rank in RANKS:
+            self.connect(rank)
+            self.report(rank, "armed", 0)
+
+    def connect(self, rank: int) -> None:
+        self.workers[rank] = self.replacement.connect(rank, multiprocessing)
+
+    def report(self, rank: int, word: str, generation: int) -> None:
+        self.workers[rank].send_bytes(f"{word} {generation}".encode())
+
+    def lose_rank_1(self) -> None:
+        error = RunFailed("rank 1 of 3 was killed", code="N024")
+        error.may_pass = True
+        assert self.replacement.allows(error)
+        self.replacement.begin(LOST, [0, 2], lambda: error)
+        self.connect(1)
+
+
+@pytest.fixture
+def three() -> Iterator[Three]:
+    found = Three()
+    yield found
+    found.replacement.close()
+    for connection in found.workers.values():
+        connection.close()
+
+
+def test_a_replacement_from_the_order_to_its_end(three: Three) -> None:
+    assert three.replacement.why_not(LOST, [0, 2]) == ""
+    three.lose_rank_1()
+    assert [three.workers[rank].recv_bytes() for rank in (0, 2)] == [b"1", b"1"]
+    assert three.replacement.look(RANKS) == ""
+    assert three.said == []  # the others know where they waited when they have left
+    three.report(0, "left", 0)
+    three.report(2, "left", 0)
+    assert three.replacement.look(RANKS) == ""
+    assert three.said == [
+        "rank 1 of 3 was killed [N024]\n  replacing rank 1; all ranks continue"
+        " from the newest checkpoint, if there is one: restart 1 of 3"
+    ]
+    assert three.replacement.is_joining
+    for rank in RANKS:
+        three.report(rank, "joined", 1)
+    assert three.replacement.look(RANKS) == ""
+    assert not three.replacement.is_joining
+    assert three.replacement.why_not(LOST, [0, 2]) == "rank 1 was lost while rank 1 was being replaced"
+    for rank in RANKS:
+        three.report(rank, "armed", 1)
+    assert three.replacement.why_not(LOST, [0, 2]) == ""
+    assert three.replacement.lost is None
+
+
+def test_a_rank_that_does_not_train_cannot_be_replaced(three: Three) -> None:
+    three.report(2, "disarmed", 0)
+    assert three.replacement.why_not(LOST, [0, 2]) == "rank 2 is not in training"
+
+
+def test_a_rank_that_does_not_leave_is_ended_once(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SECONDS_TO_LEAVE", 0.0)
+    three.replacement.seconds_to_join = 0.0
+    three.lose_rank_1()
+    three.report(0, "left", 0)
+    assert three.replacement.ranks_to_end(RANKS) == [2]
+    assert three.replacement.ranks_to_end(RANKS) == []
+    assert three.replacement.look(RANKS) == "the ranks had not come together after 0 s"
+    assert "replacing ranks 1 and 2; all ranks continue" in three.said[0]
