@@ -162,6 +162,7 @@ def test_run_directory_holds_what_was_asked_and_what_came_of_it(two_ranks: Run) 
     names = {path.name for path in two_ranks.directory.iterdir()}
     per_rank = {"metrics.rank0.jsonl", "metrics.rank1.jsonl"}
     kept = {"recipe.yaml", "environment.json", "metrics.jsonl", "summary.json", "checkpoints", "lock"}
+    kept |= {"events.jsonl", "prediction.json"}
     assert names == kept | per_rank
     assert json.loads((two_ranks.directory / "summary.json").read_text()) == two_ranks.ended.json
     environment = json.loads((two_ranks.directory / "environment.json").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from shoal.cli import main
 from shoal.errors import ShoalError
 from shoal.observe.events import append_event, append_failure
 from shoal.pages.curves import MOST_POINTS, downsample
-from shoal.pages.html import data
+from shoal.pages.html import ASSETS, data
 from shoal.pages.report import make_report, write_page
 from shoal.pages.run.findings import findings
 from shoal.pages.run.read_run import read_run
@@ -217,6 +218,17 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     part = page.split("<section id=differences>")[1].split("</section>")[0]
     assert re.findall(r"<td>([^<]*)</td>", part) == ["optim.lr", "0.003", "0.006"]
     assert [run["name"] for run in json.loads(payload_of(page))["runs"]] == ["first", "second"]
+
+
+VENDORED = {
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
+"""SHA-256 of the files in the npm package uplot 1.6.32; docs/decisions/0030-pages.md."""
+
+
+def test_the_vendored_files_are_those_of_the_package() -> None:
+    assert {name: hashlib.sha256((ASSETS / name).read_bytes()).hexdigest() for name in VENDORED} == VENDORED
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------

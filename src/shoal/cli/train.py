@@ -24,7 +24,6 @@ from shoal.config.checks.settings import check_incomplete
 from shoal.config.load import RecipeReading
 from shoal.config.recipe import Recipe
 from shoal.errors import Findings, Problem, RunFailed, ShoalError, raise_if
-from shoal.observe.events import append_end
 from shoal.predict.cluster_parser import is_measured_here
 
 if TYPE_CHECKING:
@@ -148,7 +147,6 @@ def _train(options: Train, reading: RecipeReading, start_time: float, out: TextI
 def _write_result(job: Job, summary: dict[str, Any]) -> bool:
     """Write the summary and the measurement beside the run; whether the summary was written."""
     is_written = _write_summary(summary)
-    append_end(summary)
     _append_measurement(job, summary)
     return is_written
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from shoal.errors import ShoalError
 from shoal.files import opened
@@ -30,13 +29,6 @@ def append_event(directory: Path, event: Event, step: int, reason: str = "", cod
     record |= {"code": code} if code else {}
     with suppress(OSError), opened(directory / "events.jsonl", "ab", buffering=0) as file:
         file.write(json.dumps(record).encode() + b"\n")
-
-
-def append_end(summary: Mapping[str, Any]) -> None:
-    """Append the end of a run that has a directory, by its summary."""
-    if summary["run_directory"]:
-        event: Event = "stopped" if summary["was_stopped"] else "ended"
-        append_event(Path(summary["run_directory"]), event, summary["steps"])
 
 
 def append_failure(directory: Path, error: Exception) -> None:

@@ -35,6 +35,7 @@ from shoal.config.resume_compat import changes, reject_changes
 from shoal.errors import ShoalError
 from shoal.files import opened, read_regular
 from shoal.observe.durable_write import FULL, make_directory, room, sync, write_whole
+from shoal.observe.events import append_event
 from shoal.observe.jsonable import jsonable
 from shoal.safe_parsing import parse_yaml, read_text
 from shoal.version import __version__
@@ -145,6 +146,7 @@ class RunDirectory:
             sync(self.path)
         except OSError as error:
             raise _unwritable(self.path, error, "summary.json") from None
+        append_event(self.path, "stopped" if summary.get("was_stopped") else "ended", summary.get("steps", 0))
 
     def drop_metrics_after(self, step: int, *, and_its_evaluation: bool = False) -> None:
         """Remove the metrics of later steps, which will be repeated, and optionally the evaluation of this step."""

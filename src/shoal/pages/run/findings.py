@@ -54,7 +54,10 @@ def _losses(run: RunRecord) -> Iterator[Finding]:
     bad = bad if "loss" in table.columns else []
     if bad:
         yield Finding(
-            "The loss is not finite", f"first at step {bad[0]:,}", "docs/concepts/gpu.md; a lower --optim.lr", 0.95
+            "The loss is not finite",
+            f"first at step {bad[0]:,}",
+            "a lower --optim.lr; --run.on_nan says what follows",
+            0.95,
         )
     if table.skipped:
         evidence = f"{times(len(table.skipped), 'update')} skipped, the first at step {table.skipped[0]:,}"
