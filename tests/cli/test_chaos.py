@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.host import Host, until, wait_until
 
-SHORT = ["chaos", "--steps", "60", "--pace", "0.05", "--minutes", "0.05", "--nproc", "2", "--json"]
+SHORT = ["chaos", "--steps", "40", "--pace", "0.06", "--minutes", "0.05", "--nproc", "2", "--json"]
 
 
 def test_two_faults_cost_nothing(host: Host, tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_two_faults_cost_nothing(host: Host, tmp_path: Path) -> None:
     found = ended.json
     assert (found["holds"], found["broken"]) == (True, []), found
     assert found["faults"] == {"scheduled": 2, "made": 2, "left_out": {}}
-    assert (found["restarts"], found["commands"], found["steps"]) == (1, 1, 60)
+    assert (found["restarts"], found["commands"], found["steps"]) == (1, 1, 40)
     assert (found["committed_steps_lost"], found["samples_lost"], found["samples_doubled"]) == (0, 0, 0)
     kill = found["kinds"]["kill"]
     assert (kill["named"], kill["recovered"]) == (1, 1)
