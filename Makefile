@@ -12,7 +12,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 STAMP := .venv/stamp
 CHECKS := check-format check-lint check-types check-imports check-spelling check-sizes check-words check-docs
 
-.PHONY: help train test test-all matrix reshard check docs sizes package clean $(CHECKS)
+.PHONY: help train test test-all test-browser test-ssh test-etcd matrix reshard check docs sizes package clean $(CHECKS)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,16 @@ test: $(STAMP)  ## run the tests; ARGS goes to pytest
 
 test-all: $(STAMP)  ## run the tests, with every row of every wide table: half an hour
 	export SHOAL_ALL=1; $(ONE_THREAD) $(BIN)/pytest $(or $(ARGS),$(PARALLEL)) || $(AGAIN)
+
+test-browser: $(STAMP)  ## look at pages in a real browser; needs Chromium (apt-get install chromium)
+	test -d .venv/browser || $(BIN)/pip install -qq --target .venv/browser playwright
+	PYTHONPATH=.venv/browser $(BIN)/pytest tests/browser $(ARGS)
+
+test-ssh: $(STAMP)  ## one run on two hosts through a real ssh: needs root and openssh-server
+	SHOAL_SERVICES=1 $(BIN)/pytest tests/services/test_ssh.py $(ARGS)
+
+test-etcd: $(STAMP)  ## the state of a run in a real etcd: needs root and etcd-server
+	SHOAL_SERVICES=1 $(BIN)/pytest tests/services/test_etcd.py $(ARGS)
 
 matrix: $(STAMP)  ## verify every legal layout of 1 to 32 ranks, dense and with experts: some hours
 	$(BIN)/python benchmarks/verify/run.py --matrix 1,2,4,8,16,32 $(ARGS)

@@ -121,12 +121,14 @@ OLDER: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJ", {"rotary_dim": 4, "n_positions": 16, **NO_DROPOUT}),
     "openai-gpt": ("OpenAIGPT", {"n_positions": TOKENS, **NO_DROPOUT}),
     "bloom": ("Bloom", {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "roberta": ("Roberta", {"max_position_embeddings": 16, "pad_token_id": 1}),
+    "xlm-roberta": ("XLMRoberta", {"max_position_embeddings": 16, "pad_token_id": 1}),  # registers its output first
     "electra": ("Electra", {"embedding_size": 16, "max_position_embeddings": 16}),
     "distilbert": ("DistilBert", {"hidden_dim": 24, "max_position_embeddings": 16}),
 }
 ALL = DENSE | EXPERTS | PACKED | OTHERS | OLDER
 REJECTED = {
-    **dict.fromkeys(("vit", "clip", "falcon", "gptj", "openai-gpt"), ("cp=2",)),
+    **dict.fromkeys(("vit", "clip", "falcon", "gptj", "openai-gpt", "roberta", "xlm-roberta"), ("cp=2",)),
     **dict.fromkeys(("t5", "whisper", "bloom"), ("sp=on", "cp=2")),
     "mamba": ("tp=2", "cp=2"),
 }
@@ -134,6 +136,7 @@ REJECTED = {
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 CLASSES = {
     **{"OpenAIGPT": "OpenAIGPTLMHeadModel", "Electra": "ElectraForMaskedLM", "DistilBert": "DistilBertForMaskedLM"},
+    **{"Roberta": "RobertaForMaskedLM", "XLMRoberta": "XLMRobertaForMaskedLM"},
     **{"GPT2": "GPT2LMHeadModel", "ModernBert": "ModernBertForMaskedLM", "Bert": "BertForMaskedLM"},
     **{"ViT": "ViTForImageClassification", "CLIP": "CLIPForImageClassification"},
     **{"T5": "T5ForConditionalGeneration", "Whisper": "WhisperForConditionalGeneration"},

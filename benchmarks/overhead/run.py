@@ -33,6 +33,7 @@ from shoal.launch.local import launch
 from shoal.numerics.init import initialise
 from shoal.train.build_model import build_model
 from shoal.train.recipe import build_run, loop
+from shoal.train.recipe.invocation import RunInvocation
 from shoal.train.recipe.preflight import Job, preflight
 
 WARMUP = 10
@@ -101,7 +102,7 @@ def take_turns(placement: Placement, store: dist.Store, job: Job) -> tuple[list[
         "shoal.train.recipe.build_run no longer builds the Loader: patch the module that does"
     )
     build_run.Loader = TakingTurns  # the one thing that differs from `shoal train`
-    loop.train(placement, store, job, loop.RunInvocation(quiet=True, start_time=time.time()))
+    loop.train(placement, store, job, RunInvocation(quiet=True, start_time=time.time()))
     both = TakingTurns.last
     return both.ours[WARMUP:], both.theirs[WARMUP:]
 

@@ -10,10 +10,11 @@ A `ShoalError` never shows a traceback; the command line prints it and exits wit
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
 from shoal.script_fixes import in_python
@@ -117,7 +118,10 @@ class RunFailed(ShoalError):
     saved_step: int | None = None
     """The newest step that the workers had saved; None: none, or not known."""
     cause: str = ""
-    """The exception of the worker, with the step in which it was raised; empty: there is none."""
+    """The exception of the worker, with the step in which it was raised, or the phase in which it had no memory left;
+    empty: there is none."""
+    memory: Mapping[str, int] = MappingProxyType({})
+    """Of a worker that had no memory left: its rank, and bytes by cause, measured."""
     is_of_replacement: bool = False
     """Whether it happened while a lost worker was being replaced."""
 

@@ -127,8 +127,6 @@ def test_the_same_exception_in_the_same_step_is_not_tried_a_third_time(host: Hos
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("no_memory", "fix: --plan with a smaller mb, recompute=full, zero=3"),
-        ("no_host_memory", "fix: --plan with a smaller mb, recompute=full, zero=3"),
         ("exits", "rank 1 of 2 failed: sys.exit(0) was called before the end of the run [N022]\nin step "),
         ("exits_at_once", "rank 1 of 2 ended with exit code 0 before its function returned"),
         ("interrupts", "rank 1 of 2 failed: KeyboardInterrupt [N022]\nin step "),

@@ -56,6 +56,23 @@ def test_a_flipped_bit_ends_a_run_of_a_recipe(host: Host, folder: Path) -> None:
     assert "They were the same after step 2" in text
 
 
+def test_a_gradient_that_was_wrong_once_is_computed_again(host: Host, folder: Path) -> None:
+    """The wrong update is not made: the run restarts, and its losses are those of a run without a fault."""
+    words = [*WORDS, "--model.name", "own.py:Normed", "--run.check_compute", "2step", "--checkpoint.every", "1step"]
+    plain = host.run(*words, "--run.dir", "plain", cwd=folder)
+    assert plain.code == 0, plain.said
+    faulty = host.run(*words, "--run.dir", "run", cwd=folder, env={"SHOAL_FAULTS": "flip_gradient_at=rank:1,step:4"})
+    assert faulty.code == 0, faulty.said
+    assert "rank 1 computed wrong once: in step 4, its gradient of norm.weight differs" in faulty.said
+    assert "restarting all workers from the last checkpoint" in faulty.said
+    assert losses(folder / "run") == losses(folder / "plain")
+    always = {"SHOAL_FAULTS": "flip_gradient_from=rank:1,step:3,generation:any"}
+    ended = host.run(*words, "--run.dir", "always", cwd=folder, env=always)
+    assert ended.code == 3
+    assert "ranks 0 and 1 compute different gradients of norm.weight" in ended.said
+    assert "a checkpoint of step 2 or before" in ended.said
+
+
 def test_statistics_of_the_whole_batch_are_those_of_one_rank(host: Host, folder: Path) -> None:
     words = [*WORDS, "--model.name", "own.py:Normed", "--run.sync_batch_norm", "true", "--plan", "fp64"]
     for name, nproc in (("two", "2"), ("one", "1")):
@@ -71,3 +88,6 @@ def test_what_makes_no_sense_is_rejected_before_anything_starts(host: Host, fold
     assert done.code == 2
     assert "sync_batch_norm needs a batch norm in the model, got none" in text
     assert "--run.check_replicas 100step" in text
+    done = host.run(*WORDS, "--model.name", "mlp", "--run.check_compute", "2step", "--plan", "zero=2", cwd=folder)
+    assert done.code == 2
+    assert "check_compute needs ranks that compute alone and hold the whole model, and the plan is" in done.said

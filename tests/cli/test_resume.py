@@ -665,7 +665,7 @@ MEETING = {
 }
 
 
-@pytest.mark.parametrize(("how", "rank"), [wide("compressed", 1), wide("local SGD", 1), ("delayed local SGD", 0)])
+@pytest.mark.parametrize(("how", "rank"), [wide("compressed", 1), wide("local SGD", 1), wide("delayed local SGD", 0)])
 def test_replicas_that_meet_rarely_go_on_bit_for_bit(host: Host, tmp_path: Path, how: str, rank: int) -> None:
     """A worker dies in the middle of its own steps, and one in the step in which all meet; both come back by
     themselves, and what was owed is still owed."""

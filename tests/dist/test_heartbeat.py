@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shoal.comm.heartbeat import recorder
 from shoal.comm.heartbeat.heart import begin_step, heart, phase
+from shoal.comm.heartbeat.ticket import Ticket
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.errors import RunFailed
@@ -53,7 +54,7 @@ def test_the_recorder_counts_what_it_did_in_the_versions_that_are_known() -> Non
     """If this fails with a new torch, `shoal.comm.heartbeat.recorder` has to follow."""
     found = launch(count, nproc=2, timeout=30)[0]
     last, name = found["last"], found["name"]
-    assert isinstance(last, recorder.Ticket)
+    assert isinstance(last, Ticket)
     assert (last.number, last.operation, last.inputs(), last.is_done) == (2, "all_reduce", "float64[2, 5]", False)
     assert abs(last.nanoseconds - time.time_ns()) < 60e9
     assert found["counters"][f"gloo/{name}"] == [2, 1]  # type: ignore[index]  # of collectives alone, although torch's count has messages

@@ -17,6 +17,7 @@ from shoal.errors import ShoalError
 from shoal.models import llama, moe
 from shoal.numerics.init import initialise
 from shoal.train.run import Run
+from tests.cover import wide
 from tests.dist.pool import on_ranks
 
 STEPS = 3
@@ -53,9 +54,9 @@ def trained(world: World, plan: str, batch: int, *, labels_per_sample: int | Non
 @pytest.mark.parametrize(
     ("plan", "batch"),
     [
-        ("fp64 mb=1", 5),
+        wide("fp64 mb=1", 5),
         ("fp64 cp=2 mb=1", 3),
-        ("fp64 tp=2 sp=on mb=2", 4),
+        wide("fp64 tp=2 sp=on mb=2", 4),
         ("fp64 pp=2 1f1b mb=1", 4),
         ("fp64 ep=2 mb=1", 4),
     ],

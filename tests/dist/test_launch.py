@@ -25,7 +25,8 @@ import torch.distributed as dist
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.errors import Problem, RunFailed, ShoalError
-from shoal.launch.failure import Failure, Memory, first_failure, sudden_end
+from shoal.launch.failure import Failure, first_failure, sudden_end
+from shoal.launch.host_memory import Memory
 from shoal.launch.local import launch
 from tests.cover import wide
 from tests.dist.pool import Pool
@@ -104,7 +105,7 @@ def talk(place: Placement, store: dist.Store, directory: Path, began: float) -> 
         return world.all_reduce_host([world.rank, 1.0]).wait(), time.monotonic() - began
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 4, 8])
+@pytest.mark.parametrize("nproc", [1, wide(2), 4, wide(8)])
 def test_values_come_back_and_start_is_fast(nproc: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = Launcher.start(tmp_path, talk, time.monotonic(), nproc=nproc, start="fork").outcome()
     assert [sums for sums, _ in values] == [[nproc * (nproc - 1) / 2, nproc]] * nproc
@@ -223,7 +224,7 @@ def cut_all_connections() -> None:
 
 
 @pytest.mark.parametrize("tells_late", [False, True])
-@pytest.mark.parametrize("failing", [0, 1, 3])
+@pytest.mark.parametrize("failing", [0, wide(1), 3])
 def test_the_cause_is_shown_and_not_its_echo(failing: int, tells_late: bool, tmp_path: Path) -> None:
     began = time.monotonic()
     outcome = Launcher.start(tmp_path, raise_while_others_wait, failing, tells_late, nproc=4).outcome()

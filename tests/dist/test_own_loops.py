@@ -80,7 +80,9 @@ def go(world: World, loop: int, plan: str, kind: str) -> tuple[list[float], Tens
 
 
 @pytest.mark.parametrize("loop", range(len(LOOPS)), ids=[loop.__name__ for loop in LOOPS])
-@pytest.mark.parametrize(("plan", "kind"), [("cp=2", "packed"), ("ep=2 zero=2", "moe"), wide("cp=2 ulysses", "moe")])
+@pytest.mark.parametrize(
+    ("plan", "kind"), [wide("cp=2", "packed"), ("ep=2 zero=2", "moe"), wide("cp=2 ulysses", "moe")]
+)
 def test_a_loop_computes_what_it_does_on_one_process(pool: Pool, loop: int, plan: str, kind: str) -> None:
     (theirs, their_experts), *_ = pool.run(go, 1, loop, "mb=4", kind)
     for ours, experts in pool.run(go, 2, loop, plan, kind):
@@ -187,7 +189,7 @@ def own_model(world: World, plan: str, attaches: bool) -> list[float]:
     return [run.step(mine).item() for _ in range(3)]
 
 
-@pytest.mark.parametrize("plan", ["cp=2", "cp=2 ulysses", "ep=2 zero=3", "cp=2 ep=2 zero=1"])
+@pytest.mark.parametrize("plan", [wide("cp=2"), wide("cp=2 ulysses"), wide("ep=2 zero=3"), "cp=2 ep=2 zero=1"])
 def test_a_model_of_ones_own_without_blocks(pool: Pool, plan: str) -> None:
     (theirs,) = pool.run(own_model, 1, "", True)
     for ours in pool.run(own_model, 2, plan, True):

@@ -95,7 +95,7 @@ def train_plainly(recipe: Recipe) -> tuple[list[float], list[float], dict[str, T
 
 
 @pytest.mark.parametrize("documents", [wide(False), True], ids=["full", "ragged"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [wide(1), 2, 4])
 def test_any_number_of_ranks_computes_what_plain_torch_does(pool: Pool, world_size: int, documents: bool) -> None:
     """1 rank accumulates 4 microbatches, 2 ranks 2, 4 ranks 1."""
     settings = recipe(mask_documents=documents)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.train.run import Run
+from tests.cover import wide
 from tests.dist.pool import Pool, on_ranks
 
 
@@ -73,7 +74,7 @@ def plain_epoch(size: int) -> tuple[list[float], Tensor, float]:
 
 
 @pytest.mark.parametrize("way", ["step", "own loss", "own loop", "taken apart"])
-@pytest.mark.parametrize("size", [9, 10])
+@pytest.mark.parametrize("size", [9, wide(10)])
 def test_a_last_batch_smaller_than_the_world_computes_what_one_process_does(pool: Pool, size: int, way: str) -> None:
     """Ranks without a sample take the step with one of another's, which must count for nothing."""
     check(pool.run(one_epoch, 4, size, way), size)
@@ -81,7 +82,7 @@ def test_a_last_batch_smaller_than_the_world_computes_what_one_process_does(pool
 
 @pytest.mark.parametrize("way", ["step", "own loop"])
 @pytest.mark.parametrize("plan", ["zero=1", "zero=3"])
-@pytest.mark.parametrize("size", [9, 11])
+@pytest.mark.parametrize("size", [wide(9), 11])
 def test_ranks_with_fewer_samples_meet_the_others_in_every_forward(pool: Pool, size: int, plan: str, way: str) -> None:
     """Three samples on two ranks are one microbatch here and two there, and sharded ranks meet in each forward."""
     check(pool.run(one_epoch, 2, size, way, plan), size)

@@ -111,7 +111,7 @@ def overflow_on_one_rank(world: World, plan: str) -> tuple[list[bool], list[dict
     return skipped, seen, run.loss_scale.scale
 
 
-@pytest.mark.parametrize("plan", ["cp=2", "ep=2 zero=2", "ep=2 zero=3 mb=2"])
+@pytest.mark.parametrize("plan", [wide("cp=2"), wide("ep=2 zero=2"), "ep=2 zero=3 mb=2"])
 def test_an_overflow_on_one_rank_is_a_decision_of_all(pool: Pool, plan: str) -> None:
     for skipped, seen, scale in pool.run(overflow_on_one_rank, 2, plan):
         assert skipped == [False, True, False]

@@ -51,7 +51,7 @@ def flip(tensor: Tensor) -> None:
         wide("dp_replicate=2 tp=2 zero=0"),
         wide("dp_shard=2 tp=2 zero=2"),
         wide("cp=2 dp_replicate=2 zero=0"),
-        "cp=2 tp=2 zero=0",
+        wide("cp=2 tp=2 zero=0"),
         wide("pp=2 dp_replicate=2 zero=0 mb=2"),
         "ep=2 dp_shard=2 dp_replicate=2 zero=3",
         wide("dp_replicate=4 compress=int8"),

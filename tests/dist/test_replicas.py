@@ -73,7 +73,7 @@ COMPOSED = [
     wide(4, "", "double_tree"),
     wide(4, "", "hierarchical"),
     wide(4, "tp=2 mb=6", "ring"),
-    (4, "dp_replicate=2 zero=3 mb=3", "tree"),
+    wide(4, "dp_replicate=2 zero=3 mb=3", "tree"),
     wide(4, "dp_replicate=2 zero=1 mb=3", "ring"),
     wide(4, "dp_replicate=2 pp=2 1f1b mb=3", "ring"),
     wide(2, "cp=2 mb=6", "ring"),
@@ -179,7 +179,7 @@ def test_compressed_training_stays_near(pool: Pool, plain: list[float], ranks: i
 @pytest.mark.parametrize(
     "plan",
     [
-        "sp=off compress=int8",
+        wide("sp=off compress=int8"),
         wide("sp=off compress=topk:0.1"),
         "sp=on sync=diloco:3 compress=int8",
         wide("compress=1bit"),
@@ -511,7 +511,7 @@ SAVED = [
     [
         ("llama", 4, "dp_replicate=2 tp=2 sp=on"),
         wide("tied", 4, "dp_replicate=2 pp=2 1f1b mb=3"),
-        ("llama", 2, "cp=2 mb=6"),
+        wide("llama", 2, "cp=2 mb=6"),
     ],
 )
 def test_copies_that_owe_each_their_own_go_on_bit_for_bit(
@@ -592,7 +592,7 @@ SAVED_ON = [(2, "", *saved) for saved in SAVED] + [(4, "dp_replicate=2 zero=3", 
 
 def traits(ranks: int, plan: str, words: str, options: dict[str, Any]) -> list[Hashable]:
     """Every first word, and both layouts with replicas that synchronize in every step and with local SGD."""
-    return [words.split()[0], (plan, "sync" in words)]
+    return [words.split()[0].partition("=")[0], (plan, "sync" in words)]
 
 
 @pytest.mark.parametrize(("ranks", "plan", "words", "options"), covered(SAVED_ON, traits, lambda ranks, *_: ranks))
@@ -606,7 +606,7 @@ def test_goes_on_bit_for_bit_on_the_same_layout(
 
 
 @pytest.mark.parametrize(
-    ("words", "options"), [saved if number in (1, 4) else wide(*saved) for number, saved in enumerate(SAVED)]
+    ("words", "options"), [saved if number == 4 else wide(*saved) for number, saved in enumerate(SAVED)]
 )
 def test_goes_on_with_another_number_of_replicas(
     pool: Pool, tmp_path: Path, words: str, options: dict[str, Any]
@@ -638,8 +638,8 @@ def means(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("compress=1bit", ""), wide("", "compress=1bit"), ("compress=powersgd:2", "compress=powersgd:4"),
-     wide("sync=diloco:3", ""), ("", "sync=diloco:3"), wide("sync=diloco:3", "sync=diloco:2"),
+    [("compress=1bit", ""), wide("", "compress=1bit"), wide("compress=powersgd:2", "compress=powersgd:4"),
+     wide("sync=diloco:3", ""), wide("", "sync=diloco:3"), wide("sync=diloco:3", "sync=diloco:2"),
      ("sync=diloco:3 compress=int8", "sync=local:3")],
 )  # fmt: skip
 def test_another_way_to_meet_after_a_resume(pool: Pool, tmp_path: Path, before: str, after: str) -> None:

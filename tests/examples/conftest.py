@@ -19,7 +19,7 @@ from tests.readme.fork_host import Ran
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # These start their ranks themselves, and are never a rank of torchrun's: test_layout_examples.py runs them.
-THEIR_OWN_RANKS = ("03_fsdp.py", "05_multi_node.py", "07_pipeline.py", "10_long_context.py")
+THEIR_OWN_RANKS = ("03_fsdp.py", "05_multi_node.py", "07_pipeline.py", "10_long_context.py", "11_fault_tolerance.py")
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("[0-9]*.py")) if path.name not in THEIR_OWN_RANKS]
 FOR_REAL, *IN_FORKS = [path.name for path in EXAMPLES]
 """The first is started by `python` and by torchrun; the others in forks, with the variables that torchrun would set."""

@@ -32,7 +32,7 @@ def run_examples(runs: Sequence[tuple[Path, list[Environment]]], *, timeout: flo
     return [[Ran(*ran) for ran in ranks] for ranks in json.loads(host.stdout)]
 
 
-def run_for_real(name: str, *, timeout: float) -> Ran:
+def run_for_real(name: str, *words: str, timeout: float) -> Ran:
     """An example that starts its ranks itself, in a process of its own.
 
     That process has loaded what every rank would otherwise load for its first optimizer, for a second and a half each.
@@ -41,7 +41,7 @@ def run_for_real(name: str, *, timeout: float) -> Ran:
     path = str(ROOT / "examples" / name)
     script = f"import runpy, torch._dynamo, torch.distributed.fsdp; runpy.run_path({path!r}, run_name='__main__')"
     ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, env=environ,
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, cwd=ROOT, env=environ,
         timeout=timeout, check=False,
     )  # fmt: skip
     return Ran(ended.returncode, ended.stdout, ended.stderr)

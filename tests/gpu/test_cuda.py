@@ -17,7 +17,8 @@ from shoal.data.sources.open import open_datasets
 from shoal.launch.local import launch
 from shoal.numerics.init import initialise
 from shoal.train.build_model import build_model
-from shoal.train.recipe.loop import RunInvocation, train
+from shoal.train.recipe.invocation import RunInvocation
+from shoal.train.recipe.loop import train
 from shoal.train.recipe.preflight import preflight
 from shoal.train.run import Run
 

@@ -22,6 +22,7 @@ ALL = (
     "kill_at=rank:1,step:5 disk_full_at=rank:0,write:3 corrupt_at=write:2 slow_disk_at=write:1,seconds:2"
     " fail_allreduce_at=rank:1,step:7,generation:2 stop_at=rank:2,step:1 sleep_at=rank:2,step:1,seconds:9"
     " hold_gil_at=rank:2,step:1 block_read_at=rank:2,step:1 other_op_at=rank:2,step:1 other_shape_at=rank:2,step:1"
+    " flip_gradient_at=rank:2,step:1 flip_gradient_from=rank:2,step:1"
 )
 
 

@@ -8,6 +8,7 @@ import pickle
 import select
 import selectors
 import shlex
+import signal
 import socket
 import threading
 import time
@@ -20,14 +21,16 @@ from shoal.cli.agent.prepare import check_recipe
 from shoal.cli.train import main as train
 from shoal.comm.rendezvous.key import Key
 from shoal.errors import ShoalError
+from shoal.launch.hosts import door as door_module
 from shoal.launch.hosts import members as members_module
 from shoal.launch.hosts import messages as messages_module
-from shoal.launch.hosts.agent.join import join
+from shoal.launch.hosts.agent.join import join, run_agent
 from shoal.launch.hosts.agent.probe import Probe
-from shoal.launch.hosts.hostlist import HostSpec, called, choose_address, read_hosts, reject_loopback_names
+from shoal.launch.hosts.hostlist import HostSpec, called, check_names, choose_address, read_hosts
+from shoal.launch.hosts.lifetime import STOP_SIGNALS
 from shoal.launch.hosts.members import Members
 from shoal.launch.hosts.messages import CHALLENGE, MAGIC, MOST, PROOF, Channel, Ended, Stranger, prove
-from shoal.launch.hosts.ssh import command_for, start_agent, why_ended
+from shoal.launch.hosts.ssh import command_for, is_reached, start_agent, why_ended
 from tests.rejects import rejects
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -126,18 +129,18 @@ def test_an_agent_joins_through_a_crowd_of_strangers(door: tuple[Members, list[s
         assert [(member.name, event["say"]) for member, event in events] == [("b", "joined")]
         assert coordinator.members[1].is_here
         assert not coordinator.members[0].is_here
-        assert len(coordinator._strangers) <= members_module.MOST_STRANGERS
+        assert len(coordinator.door.strangers) <= door_module.MOST_STRANGERS
         assert len(said) < 25  # a flood does not fill the log
         assert any("rejected a connection from 127.0.0.1: it does not hold the key" in text for text in said)
         # A process that holds the key, but is of no listed host, is sent away.
         other, events = served(coordinator, lambda: join(address(coordinator), Key(KEY, "h"), "c"))
         assert events == []
-        assert other.read()[-1:] == [{"do": "leave"}]
+        assert [order["error"]["problems"][0][0] for order in other.read() if order["do"] == "leave"] == ["N070"]
         other.close()
         # An agent that connects again, before the end of its old connection is seen, takes its own place.
         second, events = served(coordinator, lambda: join(address(coordinator), Key(KEY, "h"), "b"))
         assert [(member.name, event["say"]) for member, event in events] == [("b", "lost"), ("b", "joined")]
-        assert channel.read()[-1:] == [{"do": "leave"}]
+        assert [order["error"]["problems"][0][0] for order in channel.read() if order["do"] == "leave"] == ["N071"]
         assert coordinator.members[1].is_here
         channel.close()
         second.close()
@@ -152,10 +155,10 @@ def test_a_flood_from_one_address_does_not_evict_others(door: tuple[Members, lis
             socket.create_connection(address(coordinator), source_address=("127.0.0.9", 0))
         )  # the oldest
         coordinator.turn(0.01)
-        for _ in range(members_module.MOST_STRANGERS + 10):
+        for _ in range(door_module.MOST_STRANGERS + 10):
             stack.enter_context(socket.create_connection(address(coordinator)))
             coordinator.turn(0.01)
-        assert [each.address for each in coordinator._strangers].count("127.0.0.9") == 1
+        assert [each.address for each in coordinator.door.strangers].count("127.0.0.9") == 1
 
 
 def test_a_connection_that_breaks_in_the_handshake_is_tried_again() -> None:
@@ -245,14 +248,14 @@ def test_who_proves_nothing_in_time_is_sent_away(
     coordinator, said = door
     with socket.create_connection(address(coordinator)) as slow:
         coordinator.turn(0.01)
-        coordinator._strangers[0].deadline = time.monotonic() + 0.05
+        coordinator.door.strangers[0].deadline = time.monotonic() + 0.05
         assert len(slow.recv(CHALLENGE)) == CHALLENGE
         for _ in range(20):
             with contextlib.suppress(OSError):
                 slow.send(b"x")
             time.sleep(0.005)
             coordinator.turn(0.01)
-        assert coordinator._strangers == []
+        assert coordinator.door.strangers == []
         assert said == ["rejected a connection from 127.0.0.1: it proved nothing in time"]
 
 
@@ -263,7 +266,7 @@ def test_other_keys_and_other_versions_are_named(
     error, events = served(coordinator, lambda: join(address(coordinator), Key(OTHER, "SHOAL_KEY"), "b"))
     assert (error.codes, events) == (("N052",), [])
     assert "SHOAL_KEY" in str(error)
-    assert coordinator.rejected == {"127.0.0.1"}
+    assert coordinator.door.rejected == {"127.0.0.1"}
     facts = members_module.facts()
     monkeypatch.setattr(members_module, "facts", lambda: {**facts, "torch": "9.9"})
     with rejects("N056", "host b has torch"), contextlib.closing(late := Late()):
@@ -287,8 +290,47 @@ class Late:
 def test_an_address_without_a_coordinator_is_named_in_seconds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = taken.getsockname()[:2]
-    with rejects("N053", "host b cannot connect to the coordinator", "--listen"):
+    with rejects("N072", f"nothing listens at 127.0.0.1:{where[1]}", f"--listen 127.0.0.1:{where[1]}"):
         join(where, Key(KEY, "here"), "b", seconds=0.3)
+
+
+def test_an_agent_waits_for_a_coordinator_that_starts_later_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = taken.getsockname()[:2]
+
+    def start_later() -> Any:
+        time.sleep(0.5)
+        with socket.create_server(where) as listening:
+            door = Members([HostSpec("b", 1)], KEY, listening, said.append)
+            while not door.present:
+                door.turn(0.01)
+            door.close()
+
+    said: list[str] = []
+    thread = threading.Thread(target=start_later)
+    thread.start()
+    channel = join(where, Key(KEY, "here"), "b", seconds=0.1, wait=5.0)
+    thread.join()
+    channel.close()
+    expected = f"shoal agent: waiting 5 s for a coordinator at 127.0.0.1:{where[1]}: nothing listens there yet\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_an_agent_that_is_sent_away_says_why(door: tuple[Members, list[str]]) -> None:
+    coordinator, _ = door
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    with socket.create_server(("127.0.0.1", 0)):
+        error, _ = served(coordinator, lambda: _as_agent(address(coordinator), "c"))
+    assert isinstance(error, ShoalError)
+    assert error.codes == ("N070",)
+    assert "calls itself 'c', but --hosts has a, b" in str(error)
+    assert before == {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+
+def _as_agent(where: tuple[str, int], name: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signal, "signal", lambda number, handler: None)  # works in the main thread only
+        return run_agent(where, Key(KEY, "here"), name, lambda order: pytest.fail("nothing to prepare"))
 
 
 @pytest.mark.parametrize(
@@ -341,6 +383,20 @@ def test_a_program_that_does_not_exist_starts_no_agent() -> None:
     assert len(words) == 6  # one string, which the other shell splits
 
 
+def test_names_that_only_ssh_knows_are_accepted(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "ssh"
+    script.write_text(
+        "#!/bin/sh\ncase $4 in alias) echo hostname 10.0.0.9;; far) echo hostname far; echo proxyjump gate;;"
+        " broken) exit 255;; *) echo hostname $4;; esac\n"
+    )
+    script.chmod(0o700)
+    names = {
+        name: is_reached(HostSpec(name, 1), f"{script} -p 22 {{host}}") for name in ("alias", "far", "broken", "b")
+    }
+    assert names == {"alias": True, "far": True, "broken": True, "b": False}
+    assert is_reached(HostSpec("pod-0", 1), "kubectl exec -i {host} --")
+
+
 def test_a_host_without_the_recipe_or_with_another_one(tmp_path: Any) -> None:
     path = tmp_path / "recipe.yaml"
     order = {"recipe": hashlib.sha256(b"one").hexdigest(), "name": "b"}
@@ -358,8 +414,6 @@ def test_options_of_hosts_without_hosts_and_hosts_under_another_launcher(monkeyp
         train(["--listen", "10.0.0.1", "--device", "cpu"])
     with rejects("N065", "--min-hosts must be 1 to 1"):
         train(["--hosts", "127.0.0.1:1", "--min-hosts", "2"])
-    with rejects("N062", "checkpoint.memory_every"):
-        train(["--hosts", "127.0.0.1:1", "--checkpoint.memory_every", "1step"])
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -374,10 +428,10 @@ def test_hosts_are_read_from_words_and_files(tmp_path: Any) -> None:
     file.write_text("# of a job\na slots=8\nb slots = 4 max_slots=9\n\nc\n")
     expected = [HostSpec("a", 8), HostSpec("b", 4), HostSpec("c", 3)]
     assert read_hosts(str(file), default_slots=3) == expected
-    for text in ("a", "a:0", "a:x", "a:1,a:1", "", "-o:1", "a b:1", "/no/such/file"):
+    for text in ("a,b:1", "a:0", "a:x", "a:1,a:1", "", "-o:1", "a b:1", "a", "/no/such/file"):
         with pytest.raises(ShoalError) as caught:
             read_hosts(text, default_slots=None)
-        assert caught.value.codes == ("N050",), text
+        assert caught.value.codes == (("N073",) if text in ("a", "/no/such/file") else ("N050",)), text
     assert HostSpec("b.cluster", 1).is_called("b")
     assert not HostSpec("10.0.0.1", 1).is_called("10")
 
@@ -403,8 +457,12 @@ def test_the_loopback_is_no_address_for_other_hosts(monkeypatch: pytest.MonkeyPa
     local, far = HostSpec("127.0.0.1", 1), HostSpec("far", 1)
     assert choose_address([local, HostSpec("localhost", 1)], None) == ("127.0.0.1", 0)
     monkeypatch.setattr(hostlist, "_resolved", lambda name: {"far": ["127.0.1.1"], "here": ["127.0.0.1"]}.get(name, []))
-    with rejects("N051", "host far resolves to 127.0.1.1"):
-        reject_loopback_names([local, far])
+    found = list(
+        check_names([local, far, HostSpec("none", 1), HostSpec("alias", 1)], lambda host: host.name == "alias")
+    )
+    assert [problem.code for problem in found] == ["N051", "N074"]
+    assert found[0].what == "host far resolves to 127.0.1.1, the loopback of this host"
+    assert found[1].what == "host none cannot be resolved to an address"
     monkeypatch.setattr(HostSpec, "is_local", property(lambda self: self.name != "far"))
     with rejects("N051", "127.0.0.1", "--listen"):
         choose_address([local, far], "here:29400")

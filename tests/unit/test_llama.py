@@ -292,6 +292,14 @@ def test_mistakes_are_named_with_a_way_out() -> None:
         build(preset="llama3-8B")
     with rejects("M006", match=r"unknown setting 'num_layer'[\s\S]*fix: --model.num_layers 2"):
         build(num_layer=2)
+    with pytest.raises(ShoalError) as caught:  # names, types and values in one list
+        build(num_layer=2, hidden="wide", vocabulary=0, max_sequence=-1)
+    assert [problem.what for problem in caught.value.problems] == [
+        "hidden must be an integer, got 'wide'",
+        "max_sequence must be above 0, got -1",
+        "unknown setting 'num_layer'",
+        "vocabulary must be above 0, got 0",
+    ]
     with pytest.raises(ShoalError) as caught:
         build(hidden=100, num_heads=8, num_kv_heads=3)
     assert "hidden=100 is not divisible by num_heads=8" in str(caught.value)

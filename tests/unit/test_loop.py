@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from shoal.config.load import build_recipe
-from shoal.train.recipe.loop import RunInvocation, _lr_factor, train
+from shoal.train.recipe.invocation import RunInvocation
+from shoal.train.recipe.loop import _lr_factor, train
 from shoal.train.recipe.preflight import Job, preflight
 from tests.rejects import rejects
 
@@ -54,6 +55,14 @@ def test_the_learning_rate_in_the_metrics_is_the_schedule(tmp_path: Path) -> Non
     rates = [json.loads(line)["lr"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     expected = [0.005, 0.01, *(0.01 * (0.1 + 0.9 * (1 + math.cos(math.pi * k / 6)) / 2) for k in range(1, 7))]
     assert rates == pytest.approx(expected)
+
+
+def test_a_batch_of_more_samples_than_the_data_has_gets_a_note(capfd: pytest.CaptureFixture[str]) -> None:
+    data = {"source": "synthetic", "seq_len": 16, "global_batch": 4, "synthetic_samples": 3, "validation": 0}
+    small = job(run={"duration": "1step"}, data={**data, "workers": 0})
+    train(None, None, small, RunInvocation(save=False, start_time=0.0))
+    said = " ".join(capfd.readouterr().err.split())
+    assert "a step has 4 samples and the data 3: samples repeat within a step; not with --data.global_batch 3" in said
 
 
 MODEL = """

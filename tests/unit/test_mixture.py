@@ -24,6 +24,7 @@ from shoal.data.interleave import counts_of, drawn, period
 from shoal.data.loader import Loader, RankStream, evaluation_batches
 from shoal.data.mixture import Mixture, batch_ids
 from shoal.data.sources.open import open_datasets
+from shoal.errors import ShoalError
 from tests.rejects import rejects
 from tests.unit.test_loader import Numbers, flat
 
@@ -256,3 +257,18 @@ def test_sources_are_a_mapping_or_rows_and_are_stored_as_rows() -> None:
 def test_wrong_mixtures(text: str, code: str, values: list[str]) -> None:
     with rejects(code, *values):
         load_recipe(None, [("data.source", text)])
+
+
+def test_a_wrong_field_of_a_source_is_fixed_in_that_source(tmp_path: Path) -> None:
+    """One `--data.text_field` for all sources would be wrong for another one."""
+    rows = []
+    for name, key in (("one", "body"), ("two", "content")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({key: "words " * 20}) + "\n")
+        rows.append({"source": str(tmp_path / f"{name}.jsonl"), "weight": 0.5})
+    with pytest.raises(ShoalError) as caught:
+        open_datasets(DataSection.model_validate({"source": rows, "seq_len": 4}), 0)
+    fixes = [problem.fix for problem in caught.value.problems]
+    assert fixes == [
+        f"{{source: {row['source']}, weight: 0.5, text_field: {key}}} in --data.source"
+        for row, key in zip(rows, ("body", "content"), strict=True)
+    ]

@@ -18,7 +18,8 @@ from shoal.config.recipe import Recipe
 from shoal.numerics.nf4 import CODES, linear, pack
 from shoal.parallel.lora.checks import check_adapters
 from shoal.parallel.lora.quantize import quantized_layers
-from shoal.train.recipe.loop import RunInvocation, train
+from shoal.train.recipe.invocation import RunInvocation
+from shoal.train.recipe.loop import train
 from shoal.train.recipe.preflight import preflight
 from tests.rejects import rejects
 

@@ -177,6 +177,30 @@ def test_a_replacement_and_the_restart_after_it_count_as_one() -> None:
     assert budget.take(failed(4))  # progress: the budget is full again
 
 
+@pytest.mark.parametrize(("lives", "most_pauses"), [(2.0, 6), (20.0, 30)])
+def test_pauses_grow_where_restarts_do_not_help(
+    lives: float, most_pauses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link that fails every 2 s gives few restarts a minute. A generation that has lived and saved starts anew."""
+    clock, pauses = [0.0], list[float]()
+    monkeypatch.setattr(restart.time, "monotonic", lambda: clock[0])
+
+    def start(generation: int) -> None:
+        clock[0] += lives
+        error = RunFailed("host b is lost", code="N057")
+        error.saved_step, error.may_pass = generation, clock[0] < 600
+        raise error
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        pauses.append(seconds)
+
+    with pytest.raises(RunFailed):
+        with_restarts(start, RestartBudget(most=3, say=lambda text: None), sleep=sleep)
+    assert max(pauses) == (30.0 if lives < 10 else restart.FIRST_PAUSE)
+    assert len(pauses) == pytest.approx(600 / (lives + max(pauses)), abs=most_pauses)
+
+
 # ---- states in memory -----------------------------------------------------------------------------------------------
 
 

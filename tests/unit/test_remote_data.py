@@ -102,6 +102,11 @@ def local(tmp_path: Path) -> str:
     return opened(str(tmp_path / "site" / "shards"))[0].digest()
 
 
+def test_a_folder_without_its_slash_gets_the_slash_as_a_fix(site: str) -> None:
+    with rejects("D097", f"{site[:-1]} is a folder of the server", f"--data.source {site}"):
+        opened(site[:-1])
+
+
 def test_a_folder_of_a_web_server_is_downloaded_once(
     site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -592,7 +592,16 @@ def test_labels_of_another_shape_are_told_and_any_whole_numbers_are_taken() -> N
         run.prepare(model := nn.Linear(4, 3), torch.optim.SGD(model.parameters(), lr=0.0))
         with rejects("T020", "(2, 3)", "(2, 1, 2)"):
             run.step((torch.ones(2, 4), torch.zeros(2, 1, 2, dtype=torch.long)))
+        one_hot = torch.eye(3, dtype=torch.long)[:2]
+        with rejects("T020", "labels.argmax(-1)"):
+            run.step((torch.ones(2, 4), one_hot))
+        run.step((torch.ones(2, 4), one_hot.argmax(-1)))  # as the fix says
+    with Run("fp32", device="cpu") as run:
+        run.prepare(model := nn.Conv1d(4, 3, 1), torch.optim.SGD(model.parameters(), lr=0.0))
+        with rejects("T020", "logits.movedim(1, -1)"):
+            run.step((torch.ones(2, 4, 5), torch.zeros(2, 5, dtype=torch.long)))
     losses = []
+    model = nn.Linear(4, 3)
     for kind in (torch.int64, torch.int32, torch.uint8):
         with Run("fp32", device="cpu") as run:
             run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))

@@ -21,6 +21,7 @@ from shoal.planner.task import Task
 from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.estimate.peak_memory import peak_memory
 from shoal.predict.presets.models import find_model
+from shoal.predict.workload import Workload
 from tests.rejects import rejects
 
 
@@ -119,6 +120,27 @@ def test_constraints_are_kept() -> None:
     assert tight.time.total > roomy.time.total
     smallest = search(work, by="memory").best[0]
     assert smallest.memory.total < tight.memory.total
+
+
+@pytest.mark.parametrize(("cluster", "batch"), [("cpu:2", 256), ("h100:1", 512), ("h100:8", 2048)])
+def test_no_microbatch_of_a_tiny_model_is_faster_than_the_chosen_one(cluster: str, batch: int) -> None:
+    """Not even one of more than 128 short sequences."""
+    tiny = Workload(name="tiny", hidden=64, layers=2, heads=2, vocabulary=256)
+    work = Task(workload=tiny, cluster=parse_cluster(cluster), sequence=64, global_batch=batch)
+    for prediction in search(work, keep=20).best:
+        ranks = (prediction.plan.dp_replicate or 1) * (prediction.plan.dp_shard or 1)
+        plans = [replace(prediction.plan, mb=2**power) for power in range((batch // ranks).bit_length())]
+        times = [work.time(plan).total for plan in plans if work.fits(work.memory(plan))]
+        assert prediction.time.total <= 1.0101 * min(times), prediction.plan
+
+
+def test_heads_that_are_not_known_are_said_to_be_so() -> None:
+    work = Task(workload=find_model("resnet50"), cluster=parse_cluster("h100:8"), sequence=1, global_batch=256)
+    rejected = alternatives(work, search(work).best[0])
+    assert not [one for one in rejected if "divide its heads" in one.reason]
+    assert [one.reason for one in rejected if one.move == "tp, cp"] == [
+        "left out: the model does not say its heads, so it is not known what divides"
+    ]
 
 
 def test_the_simpler_of_equals_comes_first() -> None:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from shoal.comm.heartbeat import recorder
 from shoal.comm.heartbeat.arrivals import Arrivals
 from shoal.comm.heartbeat.board import HeartbeatBoard
 from shoal.comm.heartbeat.heart import Heart
-from shoal.comm.heartbeat.recorder import Ticket
+from shoal.comm.heartbeat.ticket import Ticket
 from shoal.launch import cgroup
-from shoal.launch.failure import Failure
+from shoal.launch.failure import Failure, write_failure
 from shoal.launch.watch.reading import ProcessState, Reading, cpu_of_descendants
 from shoal.launch.watch.report import problem_of
 from shoal.launch.watch.stacks import excerpt, is_debugged, main_frames, outliers
@@ -222,6 +222,38 @@ def test_ranks_that_wait_for_each_other() -> None:
     assert (found.kind, found.rank, str(found.call)) == ("never_entered", 1, "collective #5 of tp")
 
 
+@pytest.mark.parametrize(
+    ("inside", "before", "text"),
+    [
+        (
+            (0,),
+            "all_reduce",
+            "rank 0 of 3 entered barrier #5 of world, which ranks 1, 2 never entered; for 4.0 s, ranks",
+        ),
+        ((0, 1), "all_reduce", "rank 0 of 3 entered barrier #5 of world (as did rank 1), which rank 2 never entered"),
+        ((0,), "barrier", "rank 0 of 3 entered barrier #5 of world, which ranks 1, 2 never entered"),
+        ((0, 1), "barrier", "rank 2 of 3 entered all_reduce #118 of dp (float32[8]), which ranks 0, 1 never entered"),
+    ],
+)
+def test_a_call_that_some_ranks_make_alone(inside: tuple[int, ...], before: str, text: str) -> None:
+    """The unusual call is named, whoever is in it. If both are usual, the one with fewer ranks."""
+    groups = {"0": ("world", (0, 1, 2)), "1": ("dp", (0, 1, 2))}
+    usual = (replace(ticket(4), group="0", operation=before), ticket(117, done=True))
+    barrier = replace(ticket(5, "barrier"), group="0", dtypes=(), sizes=())
+    usual = (replace(usual[0], dtypes=(), sizes=()), usual[1])
+    readings = {}
+    for rank in range(3):
+        counters = {"gloo/0": (4, 4), "gloo/1": (118, 117)}
+        tickets: tuple[Ticket, ...] = (*usual, ticket(118))
+        if rank in inside:
+            counters, tickets = {"gloo/0": (5, 4), "gloo/1": (117, 117)}, (*usual, barrier)
+        readings[rank] = waits(counters=counters, tickets=tickets, groups=groups)
+    found = verdict(readings, dict.fromkeys(range(3), RUNS), LIMITS)
+    assert found is not None
+    assert found.kind == "alone"
+    assert problem_of(found, num_ranks=3, timeout=600.0).what.startswith(text)
+
+
 def test_messages_between_two_ranks_are_channels() -> None:
     """Stage 1 waits for a message of stage 0, which has sent one less."""
     readings = {
@@ -251,9 +283,12 @@ def test_all_limits_follow_from_the_timeout() -> None:
         limits = Thresholds(seconds)
         for phase in ("start", "first steps", "data", "step", "save"):
             for median in (0.0, 0.01, 1.0, 1e4):
-                named, ended = limits.named(phase, median), limits.ended(phase, median, may_pass=True)
-                assert 0 < named <= ended <= limits.last < seconds
+                for may_pass in (False, True):
+                    named, ended = limits.named(phase, median), limits.ended(phase, median, may_pass=may_pass)
+                    assert 0 < named <= ended <= limits.last < seconds, (phase, median, may_pass)
         assert limits.stopped < seconds
+    assert LIMITS.ended("first steps", 0.0, may_pass=False) == 60.0  # a hang right after a restart
+    assert LIMITS.ended("first steps", 0.0, may_pass=True) == 540.0
 
 
 # ---- stacks ---------------------------------------------------------------------------------------------------------
@@ -323,6 +358,18 @@ def look_later(watcher: Watcher, seconds: float) -> Failure | None:
         watcher.board.write(index, {**beat, "beat": beat["beat"] + 1})
     watcher._last_look -= seconds
     return watcher.look(pids)
+
+
+def test_a_rank_that_sent_more_than_the_others_shows_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that got too much abort. The rank that sent it loses its peers, and its exception has the place."""
+    beats = [beat_of(7, 6, tickets=[asdict(ticket(7, size=size))]) for size in (8, 9)]
+    watcher = watcher_of(tmp_path, beats, monkeypatch, first_rank=2, num_ranks=4)
+    trace = 'Traceback (most recent call last):\n  File "/me/model.py", line 12, in forward\n    dist.all_reduce(x)\n'
+    error = RuntimeError("Connection closed by peer")
+    write_failure(tmp_path, Failure(code="N022", rank=1, at=0.0, what="", details=trace, is_echo=True), error)
+    found = watcher.explain(Failure(code="N024", rank=0, at=1.0, what="aborted", is_sudden=True))
+    assert (found.code, found.rank) == ("N033", 1)
+    assert found.details == "  stack of rank 3:\n    forward (/me/model.py:12)"
 
 
 def test_ranks_of_a_second_host_are_named_among_those_of_all(
@@ -487,6 +534,9 @@ def test_out_of_memory_kills_of_the_control_group(tmp_path: Path, own: str, file
     assert cgroup.limit(tmp_path, tmp_path / "own") is None
     (tmp_path / file).with_name("memory.max").write_text(str(2**30))
     assert cgroup.limit(tmp_path, tmp_path / "own") == 2**30
+    (tmp_path / file).parent.with_name("memory.max").write_text(str(2**29))  # of the group around it, if it has one
+    is_inside = (tmp_path / file).parent != tmp_path
+    assert cgroup.limit(tmp_path, tmp_path / "own") == (2**29 if is_inside else 2**30)
 
 
 # ---- stragglers -----------------------------------------------------------------------------------------------------

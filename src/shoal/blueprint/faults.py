@@ -13,6 +13,8 @@
     block_read_at        it reads from a pipe into which nothing is written
     other_op_at          it calls broadcast where the others call all_reduce
     other_shape_at       it calls all_reduce with another shape than the others
+    flip_gradient_at     one bit of one gradient is flipped, once, before gradients are averaged
+    flip_gradient_from   the same, in every computation from that step on
 
 A fault happens wherever all of its conditions hold:
 
@@ -37,11 +39,14 @@ from shoal.errors import ShoalError, listed, nearest
 VARIABLE = "SHOAL_FAULTS"
 GENERATION = "SHOAL_GENERATION"
 """The number of restarts of this run."""
+DRILL = "SHOAL_CHAOS"
+"""The folder of a drill, in which ranks take orders of `shoal chaos`."""
 
 MISMATCHES = ("other_op_at", "other_shape_at")
 """Faults in a collective that all ranks make for them."""
 HANGS = ("stop_at", "sleep_at", "hold_gil_at", "block_read_at", *MISMATCHES)
-KINDS = ("kill_at", "corrupt_at", "disk_full_at", "slow_disk_at", "fail_allreduce_at", *HANGS)
+FLIPS = ("flip_gradient_at", "flip_gradient_from")
+KINDS = ("kill_at", "corrupt_at", "disk_full_at", "slow_disk_at", "fail_allreduce_at", *HANGS, *FLIPS)
 CONDITIONS = ("rank", "step", "write", "save", "generation")
 SETTINGS = ("seconds", "errno")
 
@@ -143,7 +148,7 @@ def _fault(word: str) -> Fault:
             raise ShoalError(
                 f"{VARIABLE} has {word!r}: {name} is set twice", fix=f"one {name} for each fault", code="R051"
             )
-        if kind in ("fail_allreduce_at", *HANGS) and name in ("write", "save"):
+        if kind in ("fail_allreduce_at", *HANGS, *FLIPS) and name in ("write", "save"):
             raise ShoalError(
                 f"{VARIABLE} has {word!r}: a fault of a step has no {name}", fix=f"{kind}=rank:1,step:5", code="R051"
             )

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.peers.host_ranks import HostRanks
 from shoal.checkpoint.save import Snapshot, save
 from shoal.checkpoint.state.model_state import Holder
 from shoal.checkpoint.storage.manifest import Shape
@@ -65,6 +66,8 @@ class AsyncSaver:
     """How many of the newest steps are kept; None: all."""
     on_saved: Callable[[int], None] | None = None
     """Called by the main rank with a step that was saved, in the thread that saved it."""
+    hosts: HostRanks | None = None
+    """The ranks that share a store; None: all of them."""
     seconds_held: float = 0.0
     """How long steps have waited for copies."""
     seconds_waited: float = 0.0
@@ -138,7 +141,7 @@ class AsyncSaver:
         failure: ShoalError | None = None
         note = ""
         try:
-            note = save(self.store, self.world, snapshot)
+            note = save(self.store, self.world, snapshot, self.hosts)
         except LostPeer:
             raise  # [5]
         except ShoalError as error:
@@ -149,7 +152,8 @@ class AsyncSaver:
         else:
             if self.world.is_main and self.on_saved is not None:
                 self.on_saved(snapshot.step)
-            if self.world.is_main and self.keep is not None and not note:
+            is_leader = self.world.is_main if self.hosts is None else self.hosts.is_leader
+            if is_leader and self.keep is not None and not note:
                 with suppress(Exception):  # the step is saved; the next save removes surplus steps
                     self.store.retain(self.keep)
         self._results.append(Saved(snapshot.step, time.perf_counter() - began, snapshot.num_bytes, failure, note))

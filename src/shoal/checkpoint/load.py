@@ -49,13 +49,7 @@ def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False)
         holder.composed.local_sgd.forget()
     if not only_weights:
         _reject_missing_scalars(manifest, store, counts_steps=isinstance(holder.optimizer, _COUNT_STEPS))
-        holder.optimizer.state.clear()  # of another step
-        make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))  # [1]
-    pieces = _weights(holder, manifest) if only_weights else list(local_shards(holder))
-    of_replicas = [piece for piece in replica_shards(holder) if not only_weights or "/model/" in piece.name]
-    has_local_sgd = holder.composed.local_sgd is not None
-    # [2] which tensors fill each piece
-    read_from = [(piece, sources(manifest, piece, has_local_sgd=has_local_sgd)) for piece in (*pieces, *of_replicas)]
+    read_from = _sources_of(holder, manifest, only_weights=only_weights)
     if mismatches := list(_mismatches(manifest, read_from)):  # [3]
         more = f"; and {len(mismatches) - 4} more" if len(mismatches) > 4 else ""
         raise MismatchedModel(
@@ -69,6 +63,33 @@ def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False)
         for parameter, copy in holder.copies.items():
             copy.copy_(to_local(parameter))
     return manifest
+
+
+def _sources_of(holder: Holder, manifest: Manifest, *, only_weights: bool) -> list[tuple[LocalShard, list[str]]]:
+    """This rank's pieces, and for each the names of the tensors that fill it."""
+    if not only_weights:
+        holder.optimizer.state.clear()  # of another step
+        make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))  # [1]
+    pieces = _weights(holder, manifest) if only_weights else list(local_shards(holder))
+    of_replicas = [piece for piece in replica_shards(holder) if not only_weights or "/model/" in piece.name]
+    has_local_sgd = holder.composed.local_sgd is not None
+    # [2] which tensors fill each piece
+    return [(piece, sources(manifest, piece, has_local_sgd=has_local_sgd)) for piece in (*pieces, *of_replicas)]
+
+
+def needed_files(manifest: Manifest, holder: Holder) -> set[str]:
+    """The files of a step from which this rank would read."""
+    found: set[str] = set()
+    for shard, names in _sources_of(holder, manifest, only_weights=False):
+        for entry in (manifest.tensors[name] for name in names):
+            if entry.shape == shard.full_shape:  # else `load` reports another model
+                shape = tuple(shard.value.shape)
+                found |= {piece.file for piece in entry.pieces if _is_filled(overlap(shard.begin, shape, piece)[0])}
+    return found
+
+
+def _is_filled(part: Sequence[slice]) -> bool:
+    return all(each.stop > each.start for each in part)
 
 
 def _weights(holder: Holder, manifest: Manifest) -> list[LocalShard]:
@@ -147,7 +168,7 @@ def fill(shard: LocalShard, entry: Entry, files: _Files) -> None:
     """Fill a shard from the saved pieces that overlap it."""
     for piece in entry.pieces:
         here, there = overlap(shard.begin, tuple(shard.value.shape), piece)
-        if all(part.stop > part.start for part in here):  # [4]
+        if _is_filled(here):  # [4]
             files[piece.file].fill(shard.value[here], piece.key, entry.dtype, piece.shape, there)
 
 

@@ -8,13 +8,16 @@ all       ────────────────────┴─ wri
 [3] The rename makes the draft a step (in an object store, the manifest does). Before it the step does not exist, after
     it the step is complete.
 [4] Each phase ends on all ranks or on none, so no rank reports a step as saved that another could not write.
+[5] Where each host has a store of its own, the first rank of each host does what rank 0 does here. Each rank then also
+    sends its shard to the next host. A step that exists on a host has the shards of that host and of the one before it.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -23,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.peers.host_ranks import HostRanks, on_leaders
+from shoal.checkpoint.peers.transfer import send_files
 from shoal.checkpoint.state.model_state import Holder, LocalShard, local_shards, scalars_of
 from shoal.checkpoint.state.replica_state import replica_shards
 from shoal.checkpoint.storage import shard_file
@@ -64,25 +69,45 @@ class Snapshot:
         return sum(value.numel() * value.element_size() for value in self.values)
 
 
-def save(store: Store, world: World, snapshot: Snapshot) -> str:
+def save(store: Store, world: World, snapshot: Snapshot, hosts: HostRanks | None = None) -> str:
     """Write one step. Return on every rank when it is on the disk, and raise on every rank if it fails. The returned
-    text reports a problem that did not prevent the save; it is usually empty."""
+    text reports a problem that did not prevent the save; it is usually empty. `hosts`: the ranks that share a store;
+    None: all."""
+    hosts = hosts or HostRanks.shared(world)
     step = snapshot.step
     how = {
         "failed": f"the checkpoint of step {step} was not saved; the previous one is unchanged",
         "fix": "free disk space, or --checkpoint.dir DIR, which every rank can write to",
     }
     try:
-        on_main(world, lambda: store.begin(step), **how)  # [1]
+        on_leaders(world, hosts, lambda: store.begin(step), **how)  # [1]
         # [2] and [4]: the sizes and hashes of all ranks arrive here, or the error of the first that failed
         written = all_or_none(world, lambda: _write_own(store, world, snapshot), kinds=(File,), **how)
+        _copy(store, world, hosts, written, step, how)  # [5]
         scalars = {name: numbers for _, _, _, own in written for name, numbers in own.items()}
         known = {**snapshot.state, "scalars": scalars}
-        return on_main(world, lambda: _commit(store, written, step, known), **how)  # [3]
+        if len(hosts.groups) == 1:
+            return on_leaders(world, hosts, lambda: _commit(store, _manifest(written, step, known)), **how)  # [3]
+        # One manifest on all hosts: the state of two ranks may differ, such as the seconds that they have waited.
+        text = on_main(world, lambda: _manifest(written, step, known).to_bytes().decode(), **how)
+        return on_leaders(world, hosts, lambda: _commit(store, Manifest.parse(text.encode())), **how)
     except ShoalError:
-        if world.is_main:
+        if hosts.is_leader:
             store.abandon(step)
         raise
+
+
+def _copy(
+    store: Store, world: World, hosts: HostRanks, written: Sequence[Any], step: int, how: Mapping[str, str]
+) -> None:
+    """Send the shard of each rank to the next host."""
+    files = {name: file for name, file, _, _ in written if file is not None}
+    of_rank = {rank: name for rank, (name, file, _, _) in enumerate(written) if file is not None}
+    transfers = list(hosts.to_next_host(of_rank))
+    if transfers:
+        folder = partial(store.draft, step)
+        act = partial(send_files, world, transfers, files, source=folder, target=folder, disk=store.disk)
+        all_or_none(world, act, kinds=(), **how)
 
 
 def _write_own(
@@ -119,7 +144,7 @@ def key_of(name: str, begin: Shape) -> str:
     return f"{name}@{','.join(map(str, begin))}" if any(begin) else name
 
 
-def _commit(store: Store, written: list[Any], step: int, state: Mapping[str, Any]) -> str:
+def _manifest(written: list[Any], step: int, state: Mapping[str, Any]) -> Manifest:
     files = {name: file for name, file, _, _ in written if file is not None}
     pieces: dict[str, list[Piece]] = {}
     kinds: dict[str, tuple[str, Shape]] = {}
@@ -130,6 +155,10 @@ def _commit(store: Store, written: list[Any], step: int, state: Mapping[str, Any
     tensors = {name: Entry(*kinds[name], tuple(found)) for name, found in pieces.items()}
     manifest = Manifest(step=step, tensors=tensors, files=files, state=state)
     Manifest.parse(manifest.to_bytes())  # a step that is reported as saved can be loaded
+    return manifest
+
+
+def _commit(store: Store, manifest: Manifest) -> str:
     unfinished: list[str] = []
     store.commit(manifest, unfinished.append)
     return "; ".join(unfinished)

@@ -18,14 +18,28 @@ VERBS = {
     "train": "train a recipe on this machine, or as one rank under torchrun, Slurm or mpirun",
     "agent": "be one host of `shoal train --hosts`, where ssh does not start it",
     "verify": "compare a plan with one process: every gradient and weight, communicated bytes and memory",
+    "chaos": "disturb a run with seeded faults, and compare it with an undisturbed one",
     "calibrate": "measure this machine for the planner, in about a minute",
     "bench": "measure collectives with every algorithm (comm), or gradient compression (compress)",
     "backtest": "compare the planner's predictions with tables of measured runs",
+    "report": "write one HTML page of a run, or of several side by side: verdict, curves, time, layout",
+    "ls": "list the runs below a folder with state, step, loss and speed",
     "checkpoint": "list, verify and compare checkpoints; export them to other formats and import from them",
     "generate": "print how a trained language model continues a prompt",
+    "doctor": "check this host, a recipe, several hosts or a run for the usual causes of failures",
+    "presets": "list the models, clusters and recipes that other verbs accept",
     "schema": "print the JSON schema of a recipe, for editors",
     "explain": "print the page of an error code: the rule, why it holds, and the ways to fix it",
 }
+
+MODULES = {
+    "report": "runs.report",
+    "ls": "runs.ls",
+    "explain": "lookup.explain",
+    "schema": "lookup.schema",
+    "presets": "lookup.presets",
+}
+"""Verbs whose file is in a folder."""
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 """`python -m torch.distributed.launch` adds this argument to every command. It also sets LOCAL_RANK, which is read."""
@@ -62,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             near = nearest(verb, VERBS)
             fix = f"shoal {near}" if near else "shoal --help"
             raise ShoalError(f"unknown verb {verb!r}", fix=fix, code="R001")
-        code: int = import_module(f"shoal.cli.{verb}").main(words[1:])
+        code: int = import_module(f"shoal.cli.{MODULES.get(verb, verb)}").main(words[1:])
         return code
     except ShoalError as error:
         _report(error, as_json="--json" in words)

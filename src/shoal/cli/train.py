@@ -26,6 +26,7 @@ from shoal.config.checks.settings import check_incomplete
 from shoal.config.load import RecipeReading
 from shoal.config.recipe import Recipe
 from shoal.errors import Findings, Problem, RunFailed, ShoalError, raise_if
+from shoal.observe.events import append_end
 from shoal.predict.cluster_parser import is_measured_here
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ class Train:
     ssh: str | None = None
     """The command that runs another one on {host}. None: SHOAL_SSH, or ssh. none: `shoal agent` is started there."""
 
+    store: str | None = None
+    """Where the state of a run on several hosts is: etcd://a:2379,b:2379/NAME. The same command on another host then
+    waits, and takes over when this host is lost. None: in this process."""
+
     listen: str | None = None
     """The address of this host at which other hosts connect, and a port: 10.0.0.1:29400. The next port is used too."""
 
@@ -105,7 +110,10 @@ def _train_on_hosts(
     recipe = reading.complete(lambda each: check_incomplete(each, None))
     if options.dry_run:
         return _train(options, reading, start_time, out, place_on_hosts(options.hosts, recipe.launch.nproc))
-    summary, is_written = train_on_hosts(options, words, recipe, as_verb(), start_time)
+    found = train_on_hosts(options, words, recipe, as_verb(), start_time)
+    if found is None:  # another coordinator has led it to its end, and has shown the summary
+        return 0
+    summary, is_written = found
     show_summary(summary, as_json=options.json, out=out)
     return _exit_code(summary, is_written=is_written, is_main=True)
 
@@ -142,6 +150,7 @@ def _train(options: Train, reading: RecipeReading, start_time: float, out: TextI
 def _write_result(job: Job, summary: dict[str, Any]) -> bool:
     """Write the summary and the measurement beside the run; whether the summary was written."""
     is_written = _write_summary(summary)
+    append_end(summary)
     _append_measurement(job, summary)
     return is_written
 
@@ -217,7 +226,7 @@ def _check_resume(resume: str) -> Iterator[Problem]:
 
 def _check_hosts(options: Train) -> Iterator[Problem]:
     """Find options that have no effect without --hosts."""
-    for name in ("min_hosts", "ssh", "listen"):
+    for name in ("min_hosts", "ssh", "listen", "store"):
         if options.hosts is None and getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             yield Problem("N067", f"{flag} has no effect without --hosts", f"--hosts a:8,b:8, or leave {flag} out")
@@ -262,7 +271,9 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
     from shoal.elastic.memory_tier import memory_tier
     from shoal.elastic.restart import RestartBudget, with_restarts
     from shoal.launch.local import launch
-    from shoal.train.recipe.loop import RunInvocation, train
+    from shoal.observe.failure_event import noting_failure
+    from shoal.train.recipe.invocation import RunInvocation
+    from shoal.train.recipe.loop import train
 
     launched, settings = job.recipe.launch, job.recipe.checkpoint
     saves = not job.recipe.run.fast_dev_run
@@ -272,22 +283,16 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
     )
     if placement or world_size == 1:
         generation = placement.generation if placement else 0
-        with _naming_shortened_data(job):
+        with noting_failure(job.recipe, invocation.command), _naming_shortened_data(job), _explaining_memory(job):
             return _train_here(train, placement, (job, replace(invocation, generation=generation)))
 
     def start(generation: int) -> dict[str, Any]:
         began = start_time if not generation else time.time()
         restarted = replace(invocation, generation=generation, memory_root=root, start_time=began)
-        grace_period, timeout = launched.grace_period, launched.timeout
-        with _naming_shortened_data(job):
-            return launch(
-                train,
-                (job, restarted),
-                nproc=world_size,
-                grace_period=grace_period,
-                timeout=timeout,
-                budget=budget if _replaces_ranks(job.recipe) else None,
-            )[0]
+        limits = {"grace_period": launched.grace_period, "timeout": launched.timeout}
+        with noting_failure(job.recipe, invocation.command), _naming_shortened_data(job):
+            replacing = budget if _replaces_ranks(job.recipe) else None
+            return launch(train, (job, restarted), nproc=world_size, budget=replacing, **limits)[0]
 
     def say(text: str) -> None:
         print(f"shoal: {text}", file=sys.stderr, flush=True)
@@ -295,6 +300,7 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
     budget = RestartBudget(most=launched.max_restarts if saves else 0, say=say)
 
     with (
+        _explaining_memory(job),  # outside of the restarts: workers are forked from a process that has not computed
         _signals_as_exceptions(),
         memory_tier(settings.memory_dir, say, saves_to=_saves_to(job.recipe, options.resume))
         if settings.memory_every.amount and saves
@@ -327,6 +333,19 @@ def _naming_shortened_data(job: Job) -> Iterator[None]:
     except RunFailed:
         reject_shortened_data(job)
         raise
+
+
+@contextmanager
+def _explaining_memory(job: Job) -> Iterator[None]:
+    """If a rank had no memory left, raise an error that has its memory by cause, and a plan that would fit."""
+    try:
+        yield
+    except RunFailed as error:
+        if not error.memory:
+            raise
+        from shoal.train.recipe.memory.explain import explained  # the planner, which few runs need
+
+        raise explained(job.recipe, error) from error.__cause__
 
 
 def _print_choice(chosen: Prediction) -> None:
@@ -409,7 +428,9 @@ def _train_here(
         rank, size = (placement.rank, placement.world_size) if placement else (0, 1)
         failure = failure_of(rank, error)
         text = f"rank {rank} of {size} failed: {failure.what}\n{failure.details}"
-        raise RunFailed(text, fix=failure.fix, code=failure.code) from error
+        failed = RunFailed(text, fix=failure.fix, code=failure.code)
+        failed.memory = {"rank": rank, **failure.memory} if failure.lacks_memory else {}
+        raise failed from error
 
 
 def _write_summary(summary: dict[str, Any]) -> bool:

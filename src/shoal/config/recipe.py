@@ -312,6 +312,10 @@ class RunSection(Section):
     """The interval between comparisons of checksums of all replicated tensors: `100step`. A flipped bit ends the run
     with the name of its tensor and its rank. 0step: never."""
 
+    check_compute: DurationField = Duration(0, "step")
+    """The interval between steps in which each rank computes the gradients of another rank, too: `100step`. A rank that
+    computes wrong is named. It costs a forward and a backward. For replicas on one rank each. 0step: never."""
+
     deterministic: bool = False
     """True: bitwise reproducible on the same layout, also on CUDA. Slower there."""
 

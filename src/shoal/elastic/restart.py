@@ -26,6 +26,8 @@ _STACK = "\n  stack of rank "
 """Begins the stack of a rank that hung; the traceback of an exception is left out where the run continues."""
 LONG_ENOUGH = 300.0
 """Seconds of a generation after which its failure counts as unrelated to the one before: pauses start over."""
+LONG_ENOUGH_TO_SAVE = 10.0
+"""The same, for a generation that has saved a newer step: machines that often fail would else wait most of the time."""
 
 
 def pause_before(restart: int) -> float:
@@ -42,8 +44,8 @@ class RestartBudget:
     """Counts the restarts of a run, of all workers or of one, and decides whether there is another.
 
     `most` is the number of restarts since the newest saved step, so a run that makes progress is restarted without a
-    limit. Errors of the user or of a program, a lack of memory, and an exception that repeats in the same step are
-    never retried.
+    limit. Errors of the user or of a program, a failed allocation, and an exception or a kill for lack of memory that
+    repeats in the same place are never retried.
     """
 
     most: int
@@ -52,19 +54,20 @@ class RestartBudget:
     """The number of restarts so far."""
     _used: int = 0
     """Those since the newest saved step."""
-    _newest: int = -1
+    newest: int = -1
+    """The newest saved step."""
     _cause: str = ""
     """The exception of the last failure."""
 
     def take(self, error: RunFailed) -> bool:
         """Whether the run restarts after a failure. A failure while one worker is replaced is the same failure."""
         saved = -1 if error.saved_step is None else error.saved_step
-        if made_progress := saved > self._newest:
-            self._used, self._newest = 0, saved
+        if made_progress := saved > self.newest:
+            self._used, self.newest = 0, saved
         cause, last = _without_addresses(error.cause), self._cause
         is_again = bool(cause) and cause == last and not made_progress
         if is_again and error.may_pass and self.most:
-            self.say("not restarted: the same exception was raised in the same step before the restart")
+            self.say(f"not restarted: {_again(error)} before the restart")
         is_same = error.is_of_replacement and not made_progress
         if not error.may_pass or is_again or (self._used >= self.most and not is_same):
             return False
@@ -75,8 +78,8 @@ class RestartBudget:
     def report(self, error: RunFailed, what: str) -> None:
         """Report the failure and `what` is done after it."""
         first = str(error).partition("\n    fix:")[0] if _STACK in str(error) else str(error).splitlines()[0]
-        since = f" since step {self._newest} was saved" if self._newest >= 0 else ""
-        where = "from the last checkpoint" if self._newest >= 0 else "from the newest checkpoint, if there is one"
+        since = f" since step {self.newest} was saved" if self.newest >= 0 else ""
+        where = "from the last checkpoint" if self.newest >= 0 else "from the newest checkpoint, if there is one"
         self.say(f"{first}\n  {what} {where}: restart {self._used} of {self.most}{since}")
 
 
@@ -86,15 +89,22 @@ def with_restarts(
     """Return `start(generation)`; when it fails and the budget allows it, start all workers again."""
     recent = 0
     while True:
-        began = time.monotonic()
+        began, saved = time.monotonic(), budget.newest
         try:
             return start(budget.generation)
         except RunFailed as error:
             if not budget.take(error):
                 raise
-            recent = 1 if time.monotonic() - began > LONG_ENOUGH else recent + 1
+            long_enough = LONG_ENOUGH_TO_SAVE if budget.newest > saved else LONG_ENOUGH
+            recent = 1 if time.monotonic() - began > long_enough else recent + 1
             budget.report(error, "restarting all workers")
             sleep(pause_before(recent))
+
+
+def _again(error: RunFailed) -> str:
+    if error.memory:
+        return "the memory ran out in the same phase"
+    return "the same exception was raised in the same step"
 
 
 def _without_addresses(text: str) -> str:

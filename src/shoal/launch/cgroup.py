@@ -1,14 +1,16 @@
-"""Out-of-memory kills of this process's control group: in a container its limit counts, not the memory of the host.
+"""Limits and out-of-memory kills of this process's control group: in a container they count, not those of the host.
 
-Version 2 of control groups has the count in `memory.events`, version 1 in `memory.oom_control`. A container may see its
+Version 2 of control groups has the kills in `memory.events`, version 1 in `memory.oom_control`. A container may see its
 own group as the root of the file system.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
+PERIOD = "cpu.cfs_period_us"
 
 
 def oom_kills(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
@@ -22,19 +24,70 @@ def oom_kills(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int |
 
 
 def limit(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """The memory limit of this control group in bytes; None: it has none."""
+    """The memory limit of this control group in bytes, or of one around it if that is less; None: there is none."""
+    found = []
     for folder in _folders(root, own):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            try:
-                text = (folder / name).read_text().strip()
-            except OSError:
-                continue
-            if text.isdecimal() and int(text) < 2**60:  # version 1 writes a huge number in place of `max`
-                return int(text)
+        for group in (folder, *folder.parents):
+            if not group.is_relative_to(root):
+                break
+            found += [_size(group / name) for name in ("memory.max", "memory.limit_in_bytes")]
+    return min((size for size in found if size is not None), default=None)
+
+
+def _size(path: Path) -> int | None:
+    """The number in a file; None: it has none, or a huge one, which version 1 writes in place of `max`."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() and int(text) < 2**60 else None
+
+
+def used(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """The memory that this control group uses in bytes, caches included; None: it is not known."""
+    names = ("memory.current", "memory.usage_in_bytes")
+    return next((found for found in _values(root, own, "memory", names)), None)
+
+
+def reclaimable(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Bytes of cached files, which the kernel takes back before it kills; None: it is not known."""
+    for folder in _folders(root, own):
+        found = _numbers(folder / "memory.stat")
+        for name in ("inactive_file", "total_inactive_file"):
+            if name in found:
+                return found[name]
     return None
 
 
-def _folders(root: Path, own: Path) -> list[Path]:
+def most_processes(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """The number of processes and threads that this control group may have; None: it has no limit."""
+    return min(_values(root, own, "pids", ("pids.max",)), default=None)
+
+
+def cores(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> float | None:
+    """The number of cores whose time this control group may use, such as 1.5; None: it has no limit."""
+    for folder in _folders(root, own, "cpu"):
+        quota = _words(folder / "cpu.max") or [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / PERIOD)]
+        if len(quota) == 2 and all(word.isdecimal() for word in quota) and int(quota[1]):
+            return int(quota[0]) / int(quota[1])
+    return None
+
+
+def _values(root: Path, own: Path, controller: str, names: tuple[str, ...]) -> Iterator[int]:
+    """The numbers in the files of these names; `max` is none."""
+    for folder in _folders(root, own, controller):
+        for name in names:
+            yield from (int(word) for word in _words(folder / name)[:1] if word.isdecimal())
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _folders(root: Path, own: Path, controller: str = "memory") -> list[Path]:
     """Where the files of this group may be, the most likely first."""
     try:
         lines = own.read_text().splitlines()
@@ -45,8 +98,8 @@ def _folders(root: Path, own: Path) -> list[Path]:
         _, controllers, path = line.split(":", 2)
         if not controllers:
             found += [root / path.lstrip("/"), root]
-        elif "memory" in controllers.split(","):
-            found += [root / "memory" / path.lstrip("/"), root / "memory"]
+        elif controller in controllers.split(","):
+            found += [root / controller / path.lstrip("/"), root / controller]
     return found
 
 

@@ -15,19 +15,20 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from shoal.errors import LostPeer, RunFailed, ShoalError
-from shoal.launch import cgroup
+from shoal.launch.host_memory import Memory
 
 HEAD_START = 2.0  # seconds: the parent sees a sudden death later than the peers, whose connections break
-SHORT_OF_MEMORY = 0.9  # of the host's memory in use
 _ECHO = re.compile(
     r"connection (closed|reset|refused|was likely closed)|broken pipe|timed out|application timeout|wait timeout",
     re.IGNORECASE,
 )
 _NO_MEMORY = re.compile(r"out of memory|(can't|cannot) allocate memory|ALLOC_FAILED", re.IGNORECASE)
+MEASURED = "memory_in_use"
+"""The attribute of an exception with the bytes by cause that its rank measured."""
 LESS_MEMORY = (
     "--plan with a smaller mb, recompute=full, zero=3 or offload=optimizer; `shoal plan` lists plans that fit in memory"
 )
@@ -53,6 +54,12 @@ class Failure:
     """True: a restart may succeed: a process was killed, a connection lost, a device failed. A program error and a lack
     of memory would repeat."""
     fix: str = ""
+    lacks_memory: bool = False
+    """True: the device or the host had no memory left."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """Of a rank that had no memory left: bytes by cause, as it or the launcher measured them."""
+    phase: str = ""
+    """The phase of the run in which a rank ended suddenly."""
     is_lost: bool = False
     """True: nothing but the process is lost, and another one can take its place."""
 
@@ -76,6 +83,8 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         is_echo=is_echo(error),
         may_pass=isinstance(error, RuntimeError | OSError | LostPeer) and not has_no_memory,
         fix=LESS_MEMORY if has_no_memory else "",
+        lacks_memory=has_no_memory,
+        memory=getattr(error, MEASURED, {}),
     )
 
 
@@ -121,16 +130,21 @@ def sudden_end(rank: int, exit_code: int, memory: Memory) -> Failure:
         what = f"ended with exit code {exit_code} before its function returned, while the other ranks were running"
     else:
         what = f"was killed by signal {-exit_code} ({_signal_name(-exit_code)})"
-    lack_of_memory = memory.explanation() if exit_code == -signal.SIGKILL else ""
+    lacks_memory = exit_code == -signal.SIGKILL and memory.has_run_out()
+    if exit_code == -signal.SIGKILL:
+        what += memory.explanation()
     return Failure(
-        code="N024",
+        code="N023" if lacks_memory else "N024",
         rank=rank,
         at=time.monotonic(),
-        what=what + lack_of_memory,
+        what=what,
         is_sudden=True,
         may_pass=exit_code != 0,  # 0 is a choice of the program (`os._exit(0)`), which it would make again
         # gloo aborts where ranks make different calls, and a file that has become shorter is a bus error.
-        is_lost=exit_code not in (0, -signal.SIGABRT, -signal.SIGBUS) and not lack_of_memory,
+        is_lost=exit_code not in (0, -signal.SIGABRT, -signal.SIGBUS) and not lacks_memory,
+        fix=LESS_MEMORY if lacks_memory else "",
+        lacks_memory=lacks_memory,
+        memory=memory.of_worker(rank) if lacks_memory else {},
     )
 
 
@@ -145,7 +159,15 @@ def as_exception(failure: Failure, *, directory: Path, num_workers: int) -> Shoa
     )
     failed = RunFailed(text, fix=failure.fix, code=failure.code)
     failed.may_pass = failure.may_pass
+    failed.memory = {"rank": failure.rank, **failure.memory} if failure.lacks_memory else {}
     return failed
+
+
+def cause_of(failure: Failure) -> str:
+    """The text by which a later failure is recognised as the same one; empty: a kill, which may have any reason."""
+    if not failure.is_sudden:
+        return failure.what
+    return f"out of memory in phase {failure.phase}" if failure.lacks_memory else ""
 
 
 def raised_error(directory: Path, rank: int) -> ShoalError | None:
@@ -155,52 +177,6 @@ def raised_error(directory: Path, rank: int) -> ShoalError | None:
         assert isinstance(error, ShoalError)
         return error
     return None
-
-
-@dataclass(slots=True)
-class Memory:
-    """The memory use of this host in the last seconds. After a kill by the kernel, current use would be too low."""
-
-    total: int = 0
-    recent: tuple[int, ...] = ()
-    oom_kills_before: int | None = None
-    own_oom_kills_before: int | None = None
-    """Those of this control group; None: it has no counter."""
-
-    def look(self) -> None:
-        """Record the memory in use now."""
-        if self.oom_kills_before is None:
-            self.oom_kills_before = _counter("/proc/vmstat", "oom_kill")
-            self.own_oom_kills_before = cgroup.oom_kills()
-        available = _counter("/proc/meminfo", "MemAvailable:") * 1024
-        self.total = _counter("/proc/meminfo", "MemTotal:") * 1024
-        self.recent = (*self.recent[-24:], self.total - available)
-
-    def explanation(self) -> str:
-        """The end of a sentence about a lack of host memory; empty: there was none."""
-        used = max(self.recent, default=0)
-        numbers = f"host memory in use was {used / 2**30:.1f} of {self.total / 2**30:.1f} GiB"
-        own = cgroup.oom_kills()
-        if own is not None and own > (self.own_oom_kills_before or 0):
-            most = cgroup.limit()
-            of = f"; its limit is {most / 2**30:.1f} GiB" if most else ""
-            return f": the kernel killed a process of this control group for lack of memory{of}; {numbers}"
-        if own is None and self._host_killed():
-            return f": the kernel killed a process for lack of memory; {numbers}"
-        return f"; {numbers}: it likely ran out" if used > SHORT_OF_MEMORY * self.total > 0 else ""
-
-    def _host_killed(self) -> bool:
-        """Whether the host killed any process, where this control group has no counter."""
-        return self.oom_kills_before is not None and _counter("/proc/vmstat", "oom_kill") > self.oom_kills_before
-
-
-def _counter(path: str, name: str) -> int:
-    """A number from one of the kernel's tables; 0: there is none."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
 
 
 def _signal_name(number: int) -> str:

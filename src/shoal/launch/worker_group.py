@@ -32,7 +32,8 @@ from typing import Any
 from shoal.comm.shared_board import Board
 from shoal.errors import RunFailed, ShoalError, listed
 from shoal.launch import shutdown
-from shoal.launch.failure import Failure, Memory, as_exception, first_failure, read_failure, sudden_end
+from shoal.launch.failure import Failure, as_exception, cause_of, first_failure, read_failure, sudden_end
+from shoal.launch.host_memory import Memory
 from shoal.launch.process import is_stopped
 from shoal.launch.replacement import Replacement
 from shoal.launch.spawner import Spawner
@@ -114,7 +115,7 @@ class WorkerGroup:
         """Return when all workers have ended, having passed on signals and stopped the siblings of a failed one."""
         first_seen: float | None = None
         while self.running:
-            self.memory.look()
+            self.memory.look({rank: _pid(self.processes[rank]) for rank in self.running.values()})
             for end in wait(list(self.running), timeout=TURN):
                 self._note_end(end)
             self._replace_lost()
@@ -152,7 +153,7 @@ class WorkerGroup:
         if isinstance(error, RunFailed):
             with contextlib.suppress(OSError, ValueError):
                 error.saved_step = int(saved_path(self.directory).read_text())
-            error.cause = "" if cause.is_sudden else cause.what
+            error.cause = cause_of(cause)
         return error
 
     def kill(self) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import skip_init
 
 from shoal.blueprint.validation.bounds import check_bounds
-from shoal.errors import Problem, listed, nearest, raise_if
+from shoal.errors import Problem, ShoalError, listed, nearest, raise_if
 
 Config = TypeVar("Config")
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -54,10 +54,25 @@ def build_config(model: str, presets: Mapping[str, Config], default: Config, arg
             what = f"{name} must be {_in_words(hints[name])}, got {overrides[name]!r}"
             problems.append(Problem("M007", what, f"--model.{name} {getattr(default, name)}"))
     problems += check_bounds(overrides.items())
-    raise_if(sorted(problems, key=str), title=f"model {model!r}")
-    base: Any = default if preset is None else presets[preset]
+    base: Any = presets.get(preset, default) if isinstance(preset, str) else default
+    if problems:
+        problems += _of_single_fields(base, {name: value for name, value in overrides.items() if name in hints})
+    raise_if(sorted(set(problems), key=str), title=f"model {model!r}")
     changed: Config = dataclasses.replace(base, **overrides)  # rejects invalid combinations
     return changed
+
+
+def _of_single_fields(base: Any, overrides: Mapping[str, Any]) -> list[Problem]:
+    """Problems of values by themselves. Whether they fit each other is not known while others are wrong."""
+    found = []
+    for name, value in overrides.items():
+        try:
+            dataclasses.replace(base, **{name: value})
+        except ShoalError as error:
+            found += [problem for problem in error.problems if problem.code == "M008"]
+        except TypeError:  # a value of another type, which is reported as such
+            continue
+    return found
 
 
 def not_positive(config: Any, *names: str) -> list[Problem]:

@@ -4,6 +4,7 @@ runs/tiny/
   recipe.yaml         every setting, resolved; `shoal train recipe.yaml` repeats the run
   environment.json    versions, machine, command, time
   metrics.jsonl       one JSON object per logged step
+  events.jsonl        starts, saves and failures, one JSON object each
   checkpoints/        saved steps
   lock                locked by the process that writes here, until it ends
   summary.json        written last: a directory without it is an unfinished run
@@ -41,6 +42,7 @@ from shoal.version import __version__
 # environment.json is removed last: while it exists, an interrupted removal differs from a user's own folder.
 _WRITTEN = (
     *("recipe.yaml", "metrics*.jsonl", "summary.json", "events.out.tfevents.*", "wandb", "checkpoints"),
+    *("events.jsonl", "prediction.json", "report.html"),
     "environment.json",
 )
 
@@ -220,6 +222,14 @@ def _claimed_by(recipe: Recipe, command: str) -> Path | None:
             if command and read_regular(path / "lock", MOST_COMMAND) == command.encode():
                 return path
     return None
+
+
+def directory_of_command(recipe: Recipe, command: str) -> Path | None:
+    """The directory that a command has claimed, named or numbered; None: it has claimed none."""
+    with suppress(OSError):
+        if command and recipe.run.dir and read_regular(Path(recipe.run.dir) / "lock", MOST_COMMAND) == command.encode():
+            return Path(recipe.run.dir)
+    return _claimed_by(recipe, command)
 
 
 def _existing(recipe: Recipe) -> Iterator[Path]:

@@ -40,6 +40,8 @@ class StepPolicy:
     ema               the decay of a moving average of the weights, `run.ema`, which each update changes; None: none
     check_replicas    steps between two comparisons of the checksums of all tensors that several ranks hold; a flipped
                       bit ends the run, with its tensor and rank; 0: never
+    check_compute     steps between two in which each rank computes the gradients of another one, too; a rank that
+                      computes wrong is named; 0: never
     loss_scale        the first loss scale under fp16
     loss_scale_window steps without overflow after which the loss scale is doubled
     """
@@ -48,6 +50,7 @@ class StepPolicy:
     on_nan: OnNan = "stop"
     ema: float | None = None
     check_replicas: int = 0
+    check_compute: int = 0
     loss_scale: float = 65536.0
     loss_scale_window: int = 2000
 
@@ -59,6 +62,7 @@ class StepPolicy:
         if self.ema is not None and not (isinstance(self.ema, float) and 0.0 <= self.ema < 1.0):
             yield Problem("T052", f"ema must be a number from 0 to below 1, got {short(self.ema)}", "ema=0.999")
         yield from check_whole("check_replicas", self.check_replicas, least=0, usual=100)
+        yield from check_whole("check_compute", self.check_compute, least=0, usual=100)
         yield from check_number("loss_scale", self.loss_scale, above=0, usual=65536.0)
         yield from check_number("loss_scale_window", self.loss_scale_window, above=0, usual=2000)
 
@@ -166,6 +170,7 @@ class Settings(TypedDict, total=False):
     on_nan: OnNan
     ema: float | None
     check_replicas: int
+    check_compute: int
     loss_scale: float
     loss_scale_window: int
     seed: int

@@ -30,13 +30,19 @@ class Rejected:
 
 def alternatives(task: Task, best: Prediction) -> list[Rejected]:
     """Return every plan that differs in one change, with its effect."""
-    return [_compare(task, best, move, changes) for move, changes in _moves(task, best.plan)]
+    found = [_compare(task, best, move, changes) for move, changes in _moves(task, best.plan)]
+    if not task.workload.is_transformer:
+        found.append(
+            Rejected("tp, cp", "", "left out: the model does not say its heads, so it is not known what divides")
+        )
+    return found
 
 
 def _moves(task: Task, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """Double or halve each axis, and try the other modes; data parallelism takes the ranks that are left."""
     data = {"dp_shard": None, "dp_replicate": None}
-    for axis in ("tp", "pp", "cp", *(("ep",) if task.workload.experts else ())):
+    by_heads = ("tp", "cp") if task.workload.is_transformer else ()
+    for axis in ("pp", *by_heads, *(("ep",) if task.workload.experts else ())):
         degree = getattr(plan, axis) or 1
         for other in (degree * 2, degree // 2):
             if other >= 1:

@@ -18,8 +18,9 @@ from shoal.planner.task import Task
 from shoal.predict.workload import Workload
 
 LARGEST_MICROBATCH = 128
-"""Sequences, an assumption that bounds the search. Samples of other models may be small: there, microbatches up to a
-rank's whole share are tried."""
+"""Sequences, an assumption that bounds the search."""
+SMALL_MICROBATCH = 2**20
+"""Tokens up to which more short sequences than that are tried: a tiny model is faster with few large microbatches."""
 LEAST_TOKENS = 512
 """Tokens of a cp rank: below that, attention is not worth dividing. An assumption that bounds the search."""
 
@@ -77,6 +78,13 @@ def can_cut(task: Task, tp: int, cp: int) -> bool:
         return True
     enough = task.sequence // cp >= LEAST_TOKENS
     return task.workload.is_transformer and enough and task.sequence % (2 * cp * tp) == 0
+
+
+def largest_microbatch(task: Task, share: int) -> int:
+    """The most samples of a microbatch that are tried. Samples of other models may be small: there, a rank's share."""
+    if not task.workload.is_transformer:
+        return share
+    return max(LARGEST_MICROBATCH, SMALL_MICROBATCH // task.sequence)
 
 
 def microbatches(share: int, required: int | None, largest: int = LARGEST_MICROBATCH) -> list[int]:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from shoal.blueprint.plan import Plan, Recompute
 from shoal.blueprint.schedules.generate import check_schedule
-from shoal.planner.candidates import LARGEST_MICROBATCH, check_candidate, layouts, microbatches
+from shoal.planner.candidates import check_candidate, largest_microbatch, layouts, microbatches
 from shoal.planner.task import Task
 from shoal.predict.predict import Prediction
 
@@ -83,6 +83,7 @@ class _Search:
         self.found = SearchResult()
         self.kept: dict[tuple[Any, ...], Prediction] = {}
         self._totals: dict[tuple[Any, ...], float] = {}  # seconds of each that is kept
+        self._fastest: dict[tuple[Any, ...], float] = {}  # seconds of the fastest of each that was tried
         self.fitting: dict[tuple[Any, ...], Prediction] = {}
         self._worst = math.inf
 
@@ -94,8 +95,7 @@ class _Search:
         if "context" in self.given and layout["cp"] == 1:
             return
         modes = (self.required.recompute,) if "recompute" in self.given else self._modes(layout)
-        largest = LARGEST_MICROBATCH if self.task.workload.is_transformer else share
-        sizes = microbatches(share, self.required.mb, largest)
+        sizes = microbatches(share, self.required.mb, largest_microbatch(self.task, share))
         is_full = False
         for mb in sizes:
             if is_full and mb != sizes[-1]:
@@ -179,7 +179,7 @@ class _Search:
         is_corner = held is None or prediction.time.total < held.time.total
         plan = prediction.plan
         key = (plan.tp, plan.pp, plan.cp, plan.ep, plan.dp_shard, plan.zero)
-        is_best = key not in self.kept or self._is_better(prediction, self.kept[key])
+        is_best = key not in self.kept or self._is_better(prediction, self.kept[key], self._fastest[key])
         if not (is_corner or is_best):
             return
         if wrong := check_candidate(self.task, plan):
@@ -189,6 +189,7 @@ class _Search:
             self.fitting[corner] = prediction
         if is_best:
             self.kept[key], self._totals[key] = prediction, prediction.time.total
+            self._fastest[key] = min(prediction.time.total, self._fastest.get(key, math.inf))
             if len(self.kept) >= self.keep and self.by == "time":
                 self._worst = sorted(self._totals.values())[self.keep - 1]
 
@@ -197,12 +198,14 @@ class _Search:
         time, memory = prediction.time.total, prediction.memory.total
         return (memory, time) if self.by == "memory" else (time, memory)
 
-    def _is_better(self, one: Prediction, other: Prediction) -> bool:
-        """Compare two plans of one layout. Of two that are as fast, the one with fewer microbatches is better."""
+    def _is_better(self, one: Prediction, other: Prediction, fastest: float) -> bool:
+        """Compare two plans of one layout. Of two that are as fast as the fastest, the one with fewer microbatches is
+        better: several small losses must not add up."""
         if self.by == "memory":
             return self.rank(one) < self.rank(other)
         change = one.time.total / other.time.total - 1
-        return change < -SAME or (abs(change) <= SAME and (one.plan.mb or 0) > (other.plan.mb or 0))
+        is_as_fast = one.time.total <= fastest * (1 + SAME)
+        return change < -SAME or (is_as_fast and change <= SAME and (one.plan.mb or 0) > (other.plan.mb or 0))
 
     def ranked(self) -> list[Prediction]:
         """Return the best first, or before it the simplest of those that are as fast. No plan comes first that another

@@ -51,7 +51,7 @@ def reject_contradictions(task: Task, required: Plan, spelling: Spelling = IN_A_
     found = list(layouts(task, required))
     shares = sorted({task.global_batch // (one["dp_shard"] * one["dp_replicate"]) for one in found})
     if required.mb is not None and found and not any(share % required.mb == 0 for share in shares):
-        sizes = sorted({size for share in shares for size in divisors(share) if size <= 128})
+        sizes = sorted({size for share in shares for size in divisors(share)})
         what = f"mb={required.mb} divides no rank's share of {task.global_batch} samples"
         raise ShoalError(what, fix=spelling.say("mb", listed(sizes)), code="Q007")
     if found:

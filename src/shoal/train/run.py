@@ -33,6 +33,7 @@ from shoal.train.ema import EMA
 from shoal.train.evaluate import evaluate
 from shoal.train.loss.objective import CrossEntropy, LossFunction, Objective, objective_of
 from shoal.train.optim.evaluation_weights import evaluation_weights
+from shoal.train.replay.check import ComputeCheck
 from shoal.train.replica_check import ReplicaCheck
 from shoal.train.run_checkpoint import load_run, save_run, wait_for
 from shoal.train.run_prepare import prepare
@@ -94,6 +95,7 @@ class Run(RunState):
         super().__init__(requested.resolve(world.size), world=world, objective=objective, policies=policies)
         self.engine = StepEngine(self)
         self.replica_check = ReplicaCheck(policies.step.check_replicas)
+        self.compute_check = ComputeCheck(policies.step.check_compute)
 
     # ---- prepare and step --------------------------------------------------------------------------------------------
 
@@ -123,7 +125,9 @@ class Run(RunState):
     def step(self, batch: Any, *others: Any) -> Tensor:
         """Run forward, backward and update on this rank's share of a global batch; return the global loss."""
         reject_several(others)
-        self.engine.forward_backward(batch)
+        with self.compute_check.recording(self):
+            self.engine.forward_backward(batch)
+        self.compute_check.compare(self.engine)
         return self.update().loss
 
     def microbatches(self, batch: Any) -> Iterator[Any]:

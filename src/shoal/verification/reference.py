@@ -67,6 +67,8 @@ def fresh_model(case: Case) -> nn.Module:
     """The full model with its initial values, on the CPU, without dropout."""
     torch.manual_seed(case.seed)  # for a model that draws its own values when it is built
     model = case.build()
+    if (adapter := adapter_of(model)) is not None:
+        adapter.register_head_last(model)  # a tied weight has the same name as in a layout
     if has_init_rule(model):
         initialise(model, case.seed)
     init_missing(model, case.seed)  # as `Run.prepare` does for torch's own layers on the meta device

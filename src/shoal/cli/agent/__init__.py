@@ -21,8 +21,14 @@ class Agent:
     join: str = ""
     """The address of the coordinator: HOST:PORT."""
 
+    store: str = ""
+    """In place of --join: where the coordinators of the run are found, etcd://a:2379,b:2379/NAME."""
+
     name: str = ""
     """The name of this host in --hosts. Empty: its host name."""
+
+    wait: float = 60.0
+    """Seconds for which to wait for a coordinator that is not started yet."""
 
     key_from_stdin: bool = False
     """Read the key from the first line of stdin."""
@@ -39,14 +45,22 @@ def main(arguments: Sequence[str]) -> int:
     raise_if(checked.problems)
     options = run_tyro(Agent, checked.words, prog="shoal agent")
     host, _, port = options.join.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if not options.store and (not host or not port.isdecimal() or int(port) > 65535):
         what = f"--join must be the coordinator's HOST:PORT, got {options.join[:80]!r}"
         raise ShoalError(what, fix="shoal agent --join 10.0.0.1:29400", code="N050")
     key = _key_of(options)
     from shoal.cli.train import as_verb
     from shoal.launch.hosts.agent.join import run_agent
+    from shoal.launch.hosts.etcd.client import Etcd
+    from shoal.launch.hosts.etcd.leadership import Leadership
 
-    return run_agent((host, int(port)), key, options.name or socket.gethostname(), as_verb().prepare)
+    wait = 0.0 if options.key_from_stdin else options.wait  # a coordinator that starts agents listens already
+    name, prepare = options.name or socket.gethostname(), as_verb().prepare
+    if options.store:
+        from shoal.launch.hosts.agent.follow import follow
+
+        return follow(Leadership(Etcd.at(options.store), key.secret), key, name, prepare, wait=wait)
+    return run_agent((host, int(port)), key, name, prepare, wait=wait)
 
 
 def _key_of(options: Agent) -> Key:

@@ -6,33 +6,35 @@ import hashlib
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from shoal.cli.agent.keys import handed_over, shared_key
+from shoal.cli.agent.lead import lead
 from shoal.cli.agent.prepare import TrainVerb
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.config.recipe import Recipe
 from shoal.elastic.replan import plan_for_ranks
 from shoal.elastic.restart import RestartBudget, with_restarts
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, raise_if
 from shoal.launch.hosts.agent.join import run_agent
-from shoal.launch.hosts.coordinator import coordinating
+from shoal.launch.hosts.coordinator import Coordinator, coordinating
 from shoal.launch.hosts.generation import Job
-from shoal.launch.hosts.hostlist import choose_address, read_hosts, reject_loopback_names
-from shoal.launch.hosts.ssh import NOBODY, SSH
+from shoal.launch.hosts.hostlist import check_names, choose_address, read_hosts
+from shoal.launch.hosts.ssh import NOBODY, SSH, is_reached, route_to
 
 
 def train_on_hosts(
     options: Any, words: Sequence[str], recipe: Recipe, verb: TrainVerb, start_time: float
-) -> tuple[dict[str, Any], bool]:
-    """Train on all hosts of --hosts; returns the summary of the run, and whether it was written."""
+) -> tuple[dict[str, Any], bool] | None:
+    """Train on all hosts of --hosts; returns the summary of the run, and whether it was written. None: another
+    coordinator has led the run to its end."""
     _reject_launcher()
     hosts = read_hosts(options.hosts, default_slots=recipe.launch.nproc)
-    reject_loopback_names(hosts)
-    _reject_memory_tier(recipe)
     ssh = options.ssh or os.environ.get("SHOAL_SSH") or SSH
+    raise_if(check_names(hosts, partial(is_reached, template=ssh)))
     job = Job(
         words=words,
         recipe=None if options.recipe is None else hashlib.sha256(options.recipe.read_bytes()).hexdigest(),
@@ -45,19 +47,28 @@ def train_on_hosts(
     def be_agent(address: tuple[str, int], key: str, name: str) -> int:
         return run_agent(address, handed_over(key), name, verb.prepare)
 
-    with coordinating(
-        hosts,
-        choose_address(hosts, options.listen),
-        job,
-        key=shared_key() if ssh == NOBODY else None,
-        ssh=ssh,
-        local_agent=be_agent,
-        timeout=recipe.launch.timeout,
-        min_hosts=_min_hosts(options.min_hosts, len(hosts)),
-    ) as coordinator:
+    def coordinated(job: Job) -> AbstractContextManager[Coordinator]:
+        return coordinating(
+            hosts,
+            choose_address(hosts, options.listen, partial(route_to, template=ssh)),
+            job,
+            key=shared_key() if ssh == NOBODY else None,
+            ssh=ssh,
+            local_agent=be_agent,
+            timeout=recipe.launch.timeout,
+            min_hosts=_min_hosts(options.min_hosts, len(hosts)),
+        )
+
+    def train(start: Callable[[int], Any], *, sleep: Callable[[float], None]) -> Any:
         most = 0 if recipe.run.fast_dev_run else recipe.launch.max_restarts
-        value = with_restarts(coordinator.run, RestartBudget(most=most, say=_say), sleep=coordinator.pause)
-    return value["summary"], value["is_written"]
+        return with_restarts(start, RestartBudget(most=most, say=_say), sleep=sleep)
+
+    if options.store is None:
+        with coordinated(job) as coordinator:
+            value = train(coordinator.run, sleep=coordinator.pause)
+    else:
+        value = lead(options.store, ssh, job, coordinated, train)
+    return None if value is None else (value["summary"], value["is_written"])
 
 
 def place_on_hosts(text: str | None, nproc: int | None) -> Placement:
@@ -87,15 +98,6 @@ def _reject_launcher() -> None:
             f"--hosts starts the ranks itself, but this is rank {placement.rank} of {placement.source}",
             fix="give the command once, without torchrun, srun or mpirun; or leave --hosts out",
             code="N068",
-        )
-
-
-def _reject_memory_tier(recipe: Recipe) -> None:
-    if recipe.checkpoint.memory_every.amount:
-        raise ShoalError(
-            "checkpoint.memory_every saves to the memory of one host, and cannot be used with --hosts",
-            fix="--checkpoint.memory_every 0step, and --checkpoint.every 1min",
-            code="N062",
         )
 
 

@@ -43,12 +43,15 @@ class TrainVerb:
             "recipe": hashlib.sha256(recipe.encode()).hexdigest()[:12],
             "device": _device(job.recipe.launch.device, order),
             "saves_to": _saves_to(job.recipe),
+            "has_copies": bool(job.recipe.checkpoint.memory_every.amount),
         }
         return facts, lambda start: self._work(job, options, start)
 
     def _work(self, job: Any, options: Any, start: Message) -> Work:
         from shoal.launch.hosts.agent.runner import Work
-        from shoal.train.recipe.loop import RunInvocation, train
+        from shoal.train.recipe.invocation import RunInvocation
+        from shoal.train.recipe.loop import train
+        from shoal.train.recipe.saving.host_storage import HostStorage
 
         launch = job.recipe.launch
         invocation = RunInvocation(
@@ -59,6 +62,7 @@ class TrainVerb:
             generation=int(start["generation"]),
             saved_before=int(start["saved_before"]),
             command=str(start["job"]),
+            host=HostStorage(name=str(start["host"]), shares_disk=bool(start["shares_disk"])),
         )
 
         def finish(summary: dict[str, Any]) -> dict[str, Any]:

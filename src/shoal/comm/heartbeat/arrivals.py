@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shoal.comm.heartbeat.recorder import Ticket
+from shoal.comm.heartbeat.ticket import Ticket
 
 Sample = Mapping[tuple[str, int], int]
 """Channel and number of a collective → when a rank entered it, in ns."""

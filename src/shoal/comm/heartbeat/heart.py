@@ -29,7 +29,7 @@ from shoal.comm.heartbeat import recorder
 from shoal.comm.heartbeat.arrivals import Arrivals, Straggler, sample_of
 from shoal.comm.heartbeat.board import HeartbeatBoard
 from shoal.comm.heartbeat.messages import MessageCounter, count_messages
-from shoal.comm.heartbeat.recorder import group_of
+from shoal.comm.heartbeat.ticket import Ticket, group_of
 
 FIRST_STEPS = 3
 """Steps of a worker that may be slow: libraries load, memory is allocated, kernels are chosen."""
@@ -68,7 +68,7 @@ class Heart:
         self._last: dict[str, Any] = {}
         self._still = 0
         self._recorded: recorder.Counters = {}
-        self._tickets: list[recorder.Ticket] = []
+        self._tickets: list[Ticket] = []
         self._newest: list[dict[str, Any]] = []
         self._lock = threading.RLock()
         self._end = threading.Event()
@@ -185,7 +185,7 @@ class Heart:
         self._sample = int(time.monotonic() / SAMPLE_EVERY)
         self.samples.write(self.index, {"number": self._sample, "arrived": sample_of(self._local(recorder.tickets()))})
 
-    def _local(self, tickets: list[recorder.Ticket]) -> list[recorder.Ticket]:
+    def _local(self, tickets: list[Ticket]) -> list[Ticket]:
         """Those of groups whose ranks are all on this host: of others, the last to arrive may be elsewhere."""
         first = self.rank - self.index
         here = range(first, first + self.board.size)
@@ -215,7 +215,7 @@ def only_pending(beat: dict[str, Any]) -> dict[str, Any]:
     return {**beat, "counters": counters, "groups": groups, "tickets": beat["tickets"][-4:], "is_partial": True}
 
 
-def _newest(tickets: list[recorder.Ticket]) -> list[dict[str, Any]]:
+def _newest(tickets: list[Ticket]) -> list[dict[str, Any]]:
     """The newest tickets of each channel, oldest first."""
     counted: dict[str, int] = {}
     kept = []

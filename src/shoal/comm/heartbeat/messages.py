@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-ANY_SOURCE = -1
+from shoal.comm.heartbeat.ticket import ANY_SOURCE
 
 
 class MessageCounter:

@@ -31,60 +31,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.comm.heartbeat.ticket import Ticket
+
 SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 RING_SIZE = "64"
 """Entries of the ring. A dump takes 30 µs per entry, and a stalled rank has only a few collectives in flight."""
-
-_DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
-_DTYPES |= {"Byte": "uint8", "Int": "int32", "Long": "int64", "Bool": "bool"}
 
 _DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 """Backend → the function that dumps its recorder."""
 
 Counters = dict[str, tuple[int, int]]
 """Channel → number of its last entered and of its last completed collective, from 1."""
-
-
-def group_of(channel: str) -> str:
-    """The group of a channel of collectives or of messages.
-
-    >>> group_of("nccl/0"), group_of("0:1>2")
-    ('0', '0')
-    """
-    name = channel.partition(":")[0]
-    return name.partition("/")[2] or name
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """One collective that this rank has entered."""
-
-    group: str
-    number: int
-    operation: str
-    dtypes: tuple[str, ...]
-    sizes: tuple[tuple[int, ...], ...]
-    """Of its inputs."""
-    nanoseconds: int
-    """When it was entered, on the clock of this machine."""
-    is_done: bool
-    backend: str = "gloo"
-
-    @property
-    def channel(self) -> str:
-        """Backend and group, within which its number counts."""
-        return f"{self.backend}/{self.group}"
-
-    def inputs(self) -> str:
-        """Dtypes and sizes of its inputs.
-
-        >>> Ticket("0", 7, "all_reduce", ("Float",), ((3, 4),), 0, False).inputs()
-        'float32[3, 4]'
-        """
-        parts = [
-            f"{_DTYPES.get(dtype, dtype)}{list(size)}" for dtype, size in zip(self.dtypes, self.sizes, strict=True)
-        ]
-        return f"{', '.join(parts[:3])}{', ...' if parts[3:] else ''}"
 
 
 _begin = 0

@@ -60,18 +60,18 @@ class Session:
             try:
                 work.wait(timeout)
             except RuntimeError as error:
-                raise RunFailed(
-                    f"{_who(group, peer)} did not prove that it is part of this run: {error}",
-                    fix=PRIVATE_INTERFACE,
-                    code="N010",
-                ) from error
+                what = f"{_who(group, peer)} did not prove that it is part of this run: {error}"
+                raise _restarted(RunFailed(what, fix=PRIVATE_INTERFACE, code="N010")) from error
         for peer in peers:
             if not hmac.compare_digest(arrived[peer].numpy().tobytes(), mac(self.key, "pair", number, peer, me)):
-                raise RunFailed(
-                    f"the connection to {_who(group, peer)} was taken by a process that is not part of this run",
-                    fix=PRIVATE_INTERFACE,
-                    code="N010",
-                )
+                what = f"the connection to {_who(group, peer)} was taken by a process that is not part of this run"
+                raise _restarted(RunFailed(what, fix=PRIVATE_INTERFACE, code="N010"))
+
+
+def _restarted(error: RunFailed) -> RunFailed:
+    """Mark an error as one that a restart may cure: a stranger has to connect in the moment in which a peer does."""
+    error.may_pass = True
+    return error
 
 
 def _bytes(data: bytes) -> torch.Tensor:

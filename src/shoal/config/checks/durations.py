@@ -16,6 +16,7 @@ def check_durations(recipe: Recipe) -> Iterator[Problem]:
     in_steps = (
         ("run.evaluate_every", run.evaluate_every, 100),
         ("run.check_replicas", run.check_replicas, 100),
+        ("run.check_compute", run.check_compute, 100),
         ("checkpoint.memory_every", checkpoint.memory_every, 1),
     )
     for name, value, steps in in_steps:

@@ -45,6 +45,7 @@ def check_settings(
         *check_packed_base(recipe, recipe.plan.fill(world_size).with_layout()),
         *check_packages(recipe),
         *check_durations(recipe),
+        *check_replay(recipe, recipe.plan.fill(world_size).with_layout()),
     ]
 
 
@@ -103,6 +104,18 @@ def check_fp8(recipe: Recipe) -> Iterator[Problem]:
         what = f"{names} {'needs' if len(changed) == 1 else 'need'} the precision fp8, got {precision}"
         back = " ".join(f"--run.{name} {'null' if defaults[name] is None else defaults[name]}" for name in changed)
         yield Problem("R026", what, f"--plan.precision fp8, or {back}")
+
+
+def check_replay(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
+    """Find `run.check_compute` under a plan whose ranks do not compute alone."""
+    is_alone = plan.layout.dp_replicate == plan.layout.world_size and not (plan.zero or plan.sync or plan.compress)
+    is_plain = is_alone and recipe.comm.algorithm in ("builtin", "auto") and not recipe.run.sync_batch_norm
+    if recipe.run.check_compute.amount and not is_plain:
+        yield Problem(
+            "T079",
+            f"check_compute needs ranks that compute alone and hold the whole model, and the plan is {plan.brief()}",
+            "--run.check_compute 0step; --run.check_replicas 100step compares copies under every plan",
+        )
 
 
 def no_common_average(plan: Plan) -> Problem:

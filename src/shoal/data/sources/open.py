@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from shoal.config.data_source import WeightedSource
 from shoal.config.recipe import DataSection
 from shoal.data.dataset import Dataset, split_last
 from shoal.data.interleave import counts_of
@@ -27,7 +29,7 @@ from shoal.data.sources.synthetic import SyntheticImages, SyntheticTokens
 from shoal.data.sources.text import Corpus, jsonl_files, standard_library, text_files
 from shoal.data.sources.tokenizer import Tokenizer, open_tokenizer
 from shoal.data.sources.tokens import Shards, open_shards
-from shoal.errors import Findings, ShoalError, raise_if
+from shoal.errors import Findings, Problem, ShoalError, raise_if
 
 WORDS = ("python", "synthetic")
 """Sources that are no paths. A file of that name is `./python`."""
@@ -50,11 +52,11 @@ def _open_mixture(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
     names = [one.source for one in section.source]
     found, pairs = Findings(), list[tuple[Dataset, Dataset]]()
     found += check_overlaps(names)
-    for one in section.each:
+    for one, entry in zip(section.each, section.source, strict=True):
         try:
             pairs.append(_open_one(one, seed))
         except ShoalError as error:
-            found += (problem.within(str(one.source)) for problem in error.problems)
+            found += (_of_source(problem, entry).within(entry.source) for problem in error.problems)
     found.raise_all()
     training, held_out = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     raise_if(check_fit(names, training, [source_kind(one) in TOKENIZED for one in section.each]))
@@ -62,6 +64,15 @@ def _open_mixture(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
     if counts is None:
         raise too_uneven({one.source: one.weight for one in section.source})
     return Mixture(training, counts), Union(held_out)
+
+
+def _of_source(problem: Problem, entry: WeightedSource) -> Problem:
+    """The problem of one source of a mixture. `--data.text_field` would be for all of them, which may have others."""
+    flag, _, field = problem.fix.partition(" ")
+    if flag != "--data.text_field":
+        return problem
+    own = f"{{source: {entry.source}, weight: {entry.weight:g}, text_field: {field}}}"
+    return replace(problem, fix=f"{own} in --data.source")
 
 
 def source_kind(section: DataSection) -> str:

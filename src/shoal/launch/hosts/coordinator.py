@@ -19,17 +19,23 @@ from typing import Any
 from shoal.blueprint.plan import Plan
 from shoal.comm.rendezvous.key import Key
 from shoal.errors import ShoalError
+from shoal.launch.hosts.etcd.leadership import LostLead
 from shoal.launch.hosts.generation import Generation, Grown, Job, check_shared_folder
 from shoal.launch.hosts.hostlist import HostSpec
 from shoal.launch.hosts.lifetime import STOP_SIGNALS, forked
 from shoal.launch.hosts.members import Member, Members
+from shoal.launch.hosts.messages import Message
 from shoal.launch.hosts.ssh import NOBODY, Command, start_agent, why_ended
-from shoal.launch.hosts.store import StoreProcess, close_all_but
+from shoal.launch.hosts.store.process import StoreProcess, close_all_but
 
 SECONDS_TO_NOTE = 8.0
 """Seconds after which hosts that have not joined are named."""
 FENCE = 1.0
 """Seconds after a host is lost before a generation without it starts."""
+SECONDS_TO_GATHER = 2.0
+"""Seconds in which agents join a coordinator that has taken over, before a generation without the others starts."""
+SETTLE = 0.5
+"""Seconds after the first agent that cannot be started in which others may fail, too."""
 REVIVAL = 5.0
 """Seconds between two attempts to start the agent of a lost host."""
 
@@ -55,6 +61,10 @@ class Coordinator:
     """The hosts of the last generation."""
     num_saved: int = 0
     """The newest saved step."""
+    shares_disk: bool = True
+    """Whether all hosts were found to see the same directory of checkpoints."""
+    record: Callable[[Message], None] = lambda state: None
+    """Called with the state of the run before each generation."""
     experienced: set[Member] = field(default_factory=set)
     """The hosts that have run the job."""
     next_revival: float = 0.0
@@ -79,14 +89,18 @@ class Coordinator:
 
     def _run_generation(self, hosts: list[Member]) -> Any:
         generation = Generation(
-            self.number, self.members, hosts, self.job, self.store.address, self.signals, self.revive, self.num_saved
-        )
+            self.number, self.members, hosts, self.job, self.store.address, self.signals, self.revive,
+            saved_before=self.num_saved, shares_disk=self.shares_disk,
+        )  # fmt: skip
         try:
             generation.check_network()
             generation.prepare()
             check_shared_folder(generation)
+            self.shares_disk = generation.shares_disk
             members = [[host.name, host.spec.slots] for host in hosts]
-            self.store.publish({"generation": self.number, "hosts": members, "plan": generation.plan})
+            state = {"generation": self.number, "hosts": members, "plan": generation.plan, "job": self.job.name}
+            self.store.publish(state)
+            self.record({**state, "num_saved": self.num_saved, "shares_disk": self.shares_disk})
             if len(hosts) != self.num_used:
                 plan = Plan.parse(generation.plan).brief()
                 self.members.say(f"continuing on {len(hosts)} of {len(self.members.members)} hosts: {plan}")
@@ -150,6 +164,16 @@ class Coordinator:
                 return os.waitpid(self.local_agents[member], os.WNOHANG)[0] == 0
         return member in self.commands and self.commands[member].process.poll() is None
 
+    def continue_from(self, state: Message) -> None:
+        """Take over a run from what the last coordinator has recorded, and wait a moment for its agents."""
+        self.number, self.num_saved = int(state["generation"]), int(state["num_saved"])
+        self.shares_disk, self.num_used = bool(state["shares_disk"]), len(state["hosts"])
+        self.experienced = {member for member in self.members.members if member.name in dict(state["hosts"])}
+        until = time.monotonic() + SECONDS_TO_GATHER
+        while time.monotonic() < until and not self.experienced <= set(self.members.usable):
+            self.raise_on_signal()
+            self.members.turn()
+
     def wait_for_hosts(self, least: int) -> None:
         """Return when every host has joined, or after a restart this many."""
         began = time.monotonic()
@@ -157,7 +181,7 @@ class Coordinator:
         while missing := [member for member in self.members.members if member not in self.members.usable]:
             if len(self.members.usable) >= least and len(self.members.members) > least:
                 return
-            self._raise_on_signal()
+            self.raise_on_signal()
             self.members.turn()
             self._check_commands(missing)
             waited = time.monotonic() - began
@@ -170,18 +194,23 @@ class Coordinator:
     def _check_commands(self, missing: Sequence[Member]) -> None:
         """Raise if an agent cannot be started. After a loss, the host may need minutes, and it is tried again."""
         for member in missing:
-            command = self.commands.get(member)
-            if command is None or member.is_here:
-                continue
-            command.read()
-            if command.process.poll() is not None and self.number < 0:
-                raise why_ended(command)
+            if member in self.commands and not member.is_here:
+                self.commands[member].read()
+        ended = [member for member in missing if self._has_failed_to_start(member)]
+        if ended and self.number < 0:
+            self.pause(SETTLE)  # mistakes in a list of hosts come in numbers: all are reported at once
+            errors = [why_ended(self.commands[member]) for member in missing if self._has_failed_to_start(member)]
+            raise ShoalError(*(problem for error in errors for problem in error.problems))
         if self.number >= 0:
             self.revive()
 
+    def _has_failed_to_start(self, member: Member) -> bool:
+        command = self.commands.get(member)
+        return command is not None and not member.is_here and command.process.poll() is not None
+
     def _waiting_for(self, missing: Sequence[Member]) -> str:
         names = ", ".join(member.name for member in missing)
-        rejected = ", ".join(sorted(self.members.rejected))
+        rejected = ", ".join(sorted(self.members.door.rejected))
         key = f"; processes at {rejected} were rejected: they hold another key" if rejected else ""
         host, port = self.address
         by_hand = f"on each of them: shoal agent --join {host}:{port} --name NAME"
@@ -198,18 +227,22 @@ class Coordinator:
         """Sleep, and keep the agents' heartbeats going."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            self._raise_on_signal()
+            self.raise_on_signal()
             self.members.turn(min(0.1, max(0.0, until - time.monotonic())))
 
-    def _raise_on_signal(self) -> None:
+    def raise_on_signal(self) -> None:
+        """Raise if a signal has come."""
         if self.signals:
             number = self.signals.pop(0)
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    def close(self) -> None:
-        """Let the agents go, and end the store."""
-        self.members.send(self.members.present, {"do": "leave"})
-        deadline = time.monotonic() + 2.0
+    def close(self, *, lets_go: bool = True) -> None:
+        """End the store, and let the agents go. `lets_go` False: only close the connections, so that the agents join
+        the next coordinator."""
+        self.members.each_turn = lambda: None
+        if lets_go:
+            self.members.send(self.members.present, {"do": "leave"})
+        deadline = time.monotonic() + (2.0 if lets_go else 0.0)
         while self.members.present and time.monotonic() < deadline:
             self.members.turn(0.05)
         self.members.close()
@@ -245,11 +278,15 @@ def coordinating(
         raise ShoalError(what, fix="--listen with an address of this host and a free port", code="N060") from None
     members = Members(hosts, secret, listening, _say)
     coordinator = Coordinator(members, store, job, ssh, key_text, local_agent, timeout, min_hosts, num_used=len(hosts))
+    lets_go = True
     with _receiving_signals(coordinator.signals):
         try:
             yield coordinator
+        except LostLead:
+            lets_go = False
+            raise
         finally:
-            coordinator.close()
+            coordinator.close(lets_go=lets_go)
 
 
 def secret_of(text: str) -> bytes:

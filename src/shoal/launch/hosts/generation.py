@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.errors import Problem, RunFailed, ShoalError, raise_if
-from shoal.launch.failure import Failure, first_failure
+from shoal.launch.failure import Failure, cause_of, first_failure
 from shoal.launch.hosts.members import Member, Members
 from shoal.launch.hosts.messages import Message
 from shoal.launch.hosts.reports import error_from, failure_from
@@ -68,6 +68,8 @@ class Generation:
     """Received signals that are still to be handled."""
     revive: Callable[[], None]
     """Called in each turn: start the agents of hosts that are missing."""
+    shares_disk: bool = True
+    """Whether all hosts see the same directory of checkpoints."""
     saved_before: int = 0
     """The newest step that earlier generations have saved; 0: none."""
     plan: str = ""
@@ -197,7 +199,7 @@ class Generation:
                 "do": "start", "generation": self.number, "first_rank": self.first_rank(host), "node": node,
                 "num_local": host.spec.slots, "world_size": self.world_size, "store": list(self.store),
                 "job": self.job.name, "age": time.time() - self.job.start_time,
-                "saved_before": self.saved_before,
+                "saved_before": self.saved_before, "host": host.name, "shares_disk": self.shares_disk,
             }  # fmt: skip
             self.all.send([host], order)
 
@@ -299,7 +301,7 @@ class Generation:
             error.may_pass = cause.may_pass
         if isinstance(error, RunFailed):
             error.saved_step = self.saved_step
-            error.cause = "" if cause.is_sudden else cause.what
+            error.cause = cause_of(cause)
         return error
 
     # ---- signals ---------------------------------------------------------------------------------------------------
@@ -325,10 +327,11 @@ class Generation:
 
 
 def check_shared_folder(generation: Generation) -> None:
-    """Let the first host write a file beside the checkpoints; raises if another one does not see it."""
+    """Let the first host write a file beside the checkpoints. If another one does not see it, each host saves copies
+    for its neighbour; raises if none are made (`checkpoint.memory_every` is 0)."""
     lead, *others = generation.hosts
     folder = generation.prepared[lead].get("saves_to")
-    if not others or not folder:
+    if not others or not folder or not generation.shares_disk:
         return
     order = {"generation": generation.number, "token": f".shoal-{secrets.token_hex(16)}"}
     written: dict[Member, Message] = {}
@@ -344,10 +347,17 @@ def check_shared_folder(generation: Generation) -> None:
     finally:
         generation.all.send([lead], {**order, "do": "remove token"})
     blind = [host for host in others if not found[host]["is_found"]]
+    if blind and generation.prepared[lead].get("has_copies"):
+        generation.shares_disk = False
+        names = ", ".join(host.name for host in blind)
+        what = f"{str(folder)!r} of host {lead.name} is not that of {names}: each host saves to its own"
+        generation.all.say(f"{what}, with a copy of the shards of the host before it")
+        return
     generation.rejected_by = next(iter(blind), None)
     raise_if(_not_shared(lead, host, str(folder), str(found[host]["cwd"])) for host in blind)
 
 
 def _not_shared(lead: Member, host: Member, folder: str, cwd: str) -> Problem:
     what = f"host {host.name} (in {cwd}) does not see what host {lead.name} writes to {folder!r}"
-    return Problem("N069", what, "--checkpoint.dir /shared/run, a directory that all hosts share, or a URL: s3://...")
+    fix = "--checkpoint.memory_every 1step: hosts hold copies for each other; or --checkpoint.dir /shared/run, or a URL"
+    return Problem("N069", what, fix)

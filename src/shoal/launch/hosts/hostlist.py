@@ -6,7 +6,7 @@ import contextlib
 import ipaddress
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,13 +55,21 @@ def called(name: str, hosts: Sequence[HostSpec]) -> HostSpec | None:
 def read_hosts(text: str, *, default_slots: int | None) -> list[HostSpec]:
     """The hosts of `--hosts`; raises all problems at once."""
     path = Path(text)
-    is_file = "," not in text and (("/" in text) or (":" not in text and path.is_file()))
-    if is_file and not path.is_file():
-        raise ShoalError(f"--hosts {text!r} does not exist", fix="--hosts a:8,b:8, or --hosts FILE", code="N050")
+    may_be_file = bool(text) and "," not in text and ":" not in text
+    is_file = "," not in text and ("/" in text or (may_be_file and path.is_file()))
+    if not path.is_file() and (is_file or (may_be_file and default_slots is None and _NAME.fullmatch(text))):
+        raise _no_such_file(text)
     entries = list(_of_file(read_text(path, "--hosts a:8,b:8")) if is_file else _of_words(text))
     problems = list(_check(entries, default_slots))
     raise_if(problems, title="--hosts" if len(problems) > 1 else "")
     return [HostSpec(name, int(slots) if slots else default_slots or 0) for name, slots in entries]
+
+
+def _no_such_file(text: str) -> ShoalError:
+    is_name = _NAME.fullmatch(text) is not None  # a host without its ranks, or the name of a file in this directory
+    also = " and, as a host, it must have its number of ranks" if is_name else ""
+    fix = f"--hosts FILE with lines such as `a slots=8`; or --hosts {f'{text}:8' if is_name else 'a:8,b:8'}"
+    return ShoalError(f"--hosts {text[:80]!r} is no file in {str(Path.cwd())!r}{also}", fix=fix, code="N073")
 
 
 def _of_words(text: str) -> Iterator[tuple[str, str]]:
@@ -100,14 +108,19 @@ def _check(entries: Sequence[tuple[str, str]], default_slots: int | None) -> Ite
         seen.add(name)
 
 
-def choose_address(hosts: Sequence[HostSpec], wanted: str | None) -> tuple[str, int]:
-    """The address of this host at which agents connect, and the port; port 0: any free one."""
+def choose_address(
+    hosts: Sequence[HostSpec], wanted: str | None, route_to: Callable[[HostSpec], str | None] = lambda host: None
+) -> tuple[str, int]:
+    """The address of this host at which agents connect, and the port; port 0: any free one. `route_to`: the address of
+    a host whose name is an alias."""
     if wanted:
         address, port = _wanted(wanted)
     elif all(host.is_local for host in hosts):
         return LOOPBACK, 0
     else:
-        address, port = _towards([host.bare_name for host in hosts if not host.is_local]), 0
+        others = [host for host in hosts if not host.is_local]
+        names = [host.bare_name if _resolved(host.bare_name) else route_to(host) for host in others]
+        address, port = _towards([name for name in names if name]), 0
     if _is_loopback(address) and not all(host.is_local for host in hosts):
         raise ShoalError(
             f"other hosts would connect to {address}, but that is the loopback, which only this host reaches",
@@ -117,17 +130,21 @@ def choose_address(hosts: Sequence[HostSpec], wanted: str | None) -> tuple[str, 
     return address, port
 
 
-def reject_loopback_names(hosts: Sequence[HostSpec]) -> None:
-    """Reject names of other hosts that resolve to the loopback here: /etc/hosts often has such lines."""
-    problems = []
+def check_names(hosts: Sequence[HostSpec], is_reached: Callable[[HostSpec], bool]) -> Iterator[Problem]:
+    """Find names that resolve to the loopback here (/etc/hosts often has such lines), and names without an address.
+
+    `is_reached`: whether the command that starts agents finds a host whose name has no address here.
+    """
     for host in hosts:
-        name = host.bare_name
-        found = [address for address in _resolved(name) if _is_loopback(address)]
+        name, addresses = host.bare_name, _resolved(host.bare_name)
+        found = [address for address in addresses if _is_loopback(address)]
         is_meant = name == "localhost" or _is_address(name) or name in _own_names()
         if found and not is_meant:
             what = f"host {name} resolves to {found[0]}, the loopback of this host"
-            problems.append(Problem("N051", what, f"--hosts with the address of {name}, or correct /etc/hosts"))
-    raise_if(problems)
+            yield Problem("N051", what, f"--hosts with the address of {name}, or correct /etc/hosts")
+        if not addresses and not is_meant and not is_reached(host):
+            what = f"host {name} cannot be resolved to an address"
+            yield Problem("N074", what, f"correct the name, or --hosts with the address of {name}")
 
 
 def _wanted(text: str) -> tuple[str, int]:

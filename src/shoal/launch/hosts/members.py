@@ -1,6 +1,6 @@
 """The hosts of a run as the coordinator sees them: who has joined, who is silent, who is a stranger.
 
-One selector serves all connections, and nothing else blocks. A connection has to prove the key first (`Stranger`); then
+One selector serves all connections, and nothing else blocks. A connection has to prove the key first (`Door`); then
 its host says its name and versions, and becomes a `Member`. What members report is returned by `Members.turn`.
 """
 
@@ -11,23 +11,20 @@ import selectors
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shoal.errors import Problem, ShoalError
+from shoal.launch.hosts.door import Door
 from shoal.launch.hosts.hostlist import HostSpec, called
-from shoal.launch.hosts.messages import BEAT, PROCESS_SILENCE, Channel, Ended, Message, Stranger, WrongKey
+from shoal.launch.hosts.messages import BEAT, PROCESS_SILENCE, Channel, Ended, Message
 from shoal.launch.hosts.output import Lines
+from shoal.launch.hosts.reports import plain_error
 from shoal.launch.hosts.versions import MUST_AGREE, facts
 
 TURN = 0.1
-MOST_STRANGERS = 64
-"""Connections without a proof at one time. The oldest one of the address that has most of them gives way."""
 MOST_GAP = 1.0
 """Seconds between two looks at the clock; after more, this process was stopped, or slept."""
-MOST_LOGGED = 5
-"""Rejections of one address for one reason that are printed."""
 
 Event = tuple["Member", Message]
 
@@ -68,15 +65,13 @@ class Members:
     members: list[Member] = field(default_factory=list)
     shows_plain: Member | None = None
     """The host of rank 0, whose output has no prefix."""
-    rejected: set[str] = field(default_factory=set)
-    """The addresses of processes with a wrong key."""
+    door: Door = field(init=False)
     has_begun: bool = False
     """Whether ranks have been started: from then on no agent that joins can end the run."""
-    _strangers: list[Stranger] = field(default_factory=list)
+    each_turn: Callable[[], None] = lambda: None
+    """Called in each turn; may raise."""
     _unnamed: list[tuple[Channel, str]] = field(default_factory=list)
     """Authenticated connections that have not said their name yet."""
-    _num_rejected: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Address and reason → rejected connections."""
     _next_beat: float = 0.0
     _stalled: float = 0.0
     _last_look: float = field(default_factory=time.monotonic)
@@ -84,7 +79,7 @@ class Members:
     def __post_init__(self) -> None:
         self.members = [Member(spec) for spec in self.hosts]
         self.shows_plain = self.members[0]
-        self.listening.setblocking(False)
+        self.door = Door(self.listening, self.key, self.say)
 
     @property
     def present(self) -> list[Member]:
@@ -105,6 +100,7 @@ class Members:
 
     def turn(self, seconds: float = TURN) -> list[Event]:
         """Wait a moment, and return what has happened."""
+        self.each_turn()
         self._beat()
         with selectors.DefaultSelector() as selector:
             for source, writes in self._sources():
@@ -114,10 +110,8 @@ class Members:
         events: list[Event] = []
         for member in self.present:
             events += self._read(member, is_ready=member.channel.socket in ready)  # type: ignore[union-attr]
-        self._read_strangers(ready)
+        self._unnamed += self.door.admit(ready)
         events += self._named(ready)
-        if self.listening in ready:
-            self._accept()
         return [*events, *self._silent()]
 
     def close(self) -> None:
@@ -128,9 +122,8 @@ class Members:
             source.close()
 
     def _sources(self) -> Iterator[tuple[socket.socket, bool]]:
-        yield self.listening, False
-        for stranger in self._strangers:
-            yield stranger.socket, False
+        for source in self.door.sources():
+            yield source, False
         for channel, _ in self._unnamed:
             yield channel.socket, bool(channel.num_unsent)
         for member in self.present:
@@ -195,54 +188,6 @@ class Members:
             for line in lines.flush():
                 print(f"[{member.name}] {line}", file=sys.stdout if stream == 1 else sys.stderr, flush=True)
 
-    # ---- strangers -------------------------------------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):
-            for _ in range(16):
-                connection, address = self.listening.accept()
-                connection.setblocking(False)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                stranger = Stranger(connection, str(address[0]), self.key)
-                self._strangers.append(stranger)
-                try:
-                    stranger.greet()
-                except Ended as error:
-                    self._reject(stranger, str(error))
-                if len(self._strangers) > MOST_STRANGERS:
-                    self._reject(self._most_crowded(), "too many connections prove nothing")
-
-    def _most_crowded(self) -> Stranger:
-        """The oldest stranger of the address that has most of them; other addresses do not suffer from a flood."""
-        ((address, _),) = Counter(stranger.address for stranger in self._strangers).most_common(1)
-        return next(stranger for stranger in self._strangers if stranger.address == address)
-
-    def _read_strangers(self, ready: set[object]) -> None:
-        now = time.monotonic()
-        for stranger in list(self._strangers):
-            try:
-                channel = stranger.read() if stranger.socket in ready else None
-                if channel is None and now > stranger.deadline:
-                    raise Ended("it proved nothing in time")
-            except Ended as error:
-                self._reject(stranger, str(error), has_wrong_key=isinstance(error, WrongKey))
-                continue
-            if channel is not None:
-                self._strangers.remove(stranger)
-                self._unnamed.append((channel, stranger.address))
-
-    def _reject(self, stranger: Stranger, why: str, *, has_wrong_key: bool = False) -> None:
-        self._strangers.remove(stranger)
-        with contextlib.suppress(OSError):
-            stranger.socket.close()
-        address = stranger.address
-        if has_wrong_key:
-            self.rejected.add(address)
-        self._num_rejected[address, why] += 1
-        if self._num_rejected[address, why] <= MOST_LOGGED:
-            last = "; further ones are not printed" if self._num_rejected[address, why] == MOST_LOGGED else ""
-            self.say(f"rejected a connection from {address}: {why}{last}")
-
     # ---- new members -----------------------------------------------------------------------------------------------
 
     def _named(self, ready: set[object]) -> list[Event]:
@@ -267,10 +212,11 @@ class Members:
         member = next((each for each in self.members if each.spec is found), None)
         if member is None:
             names = ", ".join(each.name for each in self.members)
-            why = f"an agent on {address} calls itself {name[:80]!r}, but --hosts has {names}"
-            return self._send_away(channel, why)
+            what = f"an agent on {address} calls itself {name[:80]!r}, but --hosts has {names}"
+            fix = f"shoal agent --join ... --name {self.members[0].name}, or another name of --hosts"
+            return self._send_away(channel, Problem("N070", what, fix))
         if (problem := _other_version(member, hello)) is not None:
-            self._send_away(channel, problem.what)
+            self._send_away(channel, problem)
             if not self.has_begun:
                 raise ShoalError(problem)
             return []
@@ -281,13 +227,16 @@ class Members:
     def _replace(self, member: Member, address: str) -> Event:
         """Lose the connection of a member whose agent has connected again, before the end of the old one was seen."""
         self.say(f"a new agent of host {member.name} on {address} takes the place of the one on {member.address}")
-        self.send([member], {"do": "leave"})  # else two agents would take each other's place for ever
+        what = f"a new agent of host {member.name} on {address} has taken the place of this one"
+        problem = Problem("N071", what, "one agent a host; end the other one, and start this one again")
+        # It has to leave: else two agents would take each other's place for ever.
+        self.send([member], {"do": "leave", "error": plain_error(ShoalError(problem))})
         return self.lose(member, f"another agent of it has joined from {address}")
 
-    def _send_away(self, channel: Channel, why: str) -> list[Event]:
-        self.say(f"{why}: it was sent away")
+    def _send_away(self, channel: Channel, problem: Problem) -> list[Event]:
+        self.say(f"{problem.what}: it was sent away")
         with contextlib.suppress(Ended):
-            channel.send({"do": "leave"})
+            channel.send({"do": "leave", "error": plain_error(ShoalError(problem))})
         channel.close()
         return []
 

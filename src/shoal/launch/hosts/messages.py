@@ -182,6 +182,11 @@ class Stranger:
     challenge: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE))
     _proof: bytearray = field(default_factory=bytearray)
 
+    @property
+    def has_spoken(self) -> bool:
+        """Whether it has sent anything. A host that only tries whether it can connect sends nothing."""
+        return bool(self._proof)
+
     def greet(self) -> None:
         """Send the challenge [1]."""
         self._send(MAGIC + self.challenge)

@@ -24,6 +24,8 @@ NOBODY = "none"
 _TAKES_ONE_STRING = ("ssh", "rsh", "pdsh", "gsissh")
 _NO_DIRECTORY, _NO_PYTHON = 91, 92
 MOST_SAID = 4000
+SECONDS_TO_ASK = 5.0
+"""Seconds in which ssh has to print its configuration."""
 
 
 @dataclass(slots=True)
@@ -86,16 +88,48 @@ def command_for(host: HostSpec, address: tuple[str, int], template: str) -> list
     >>> command_for(HostSpec("b", 8), ("10.0.0.1", 29400), "ssh {host}")[:2]
     ['ssh', 'b']
     """
+    return python_command(
+        host,
+        f"-m shoal agent --join {address[0]}:{address[1]} --name {shlex.quote(host.name)} --key-from-stdin --json",
+        template,
+    )
+
+
+def python_command(host: HostSpec, arguments: str, template: str) -> list[str]:
+    """The words of a command that runs this Python in this directory of a host; `arguments` are quoted already."""
     words = [word.replace("{host}", host.name) for word in shlex.split(template)]
     python = shlex.quote(sys.executable)
     script = (
         f"cd {shlex.quote(os.getcwd())} 2>/dev/null || exit {_NO_DIRECTORY}; command -v {python} >/dev/null ||"
-        f" exit {_NO_PYTHON}; exec {python} -m shoal agent --join {address[0]}:{address[1]}"
-        f" --name {shlex.quote(host.name)} --key-from-stdin --json"
+        f" exit {_NO_PYTHON}; exec {python} {arguments}"
     )
     if Path(words[0]).name in _TAKES_ONE_STRING:  # a shell on the other host splits the string again
         return [*words, "--", f"sh -c {shlex.quote(script)}"]
     return [*words, "sh", "-c", script]
+
+
+def route_to(host: HostSpec, template: str) -> str | None:
+    """The name or address to which ssh would connect for a host, which may be an alias; None: that is not known, since
+    the command is another one (kubectl, a container) or ssh goes over another host."""
+    words = [word.replace("{host}", host.name) for word in shlex.split(template)]
+    if not words or Path(words[0]).name != "ssh":
+        return None
+    try:
+        asked = subprocess.run(
+            [words[0], "-G", *words[1:]],
+            capture_output=True, text=True, timeout=SECONDS_TO_ASK, check=True, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None  # starting the agent will say more
+    settings = dict(line.partition(" ")[::2] for line in asked.stdout.splitlines())
+    has_proxy = any(settings.get(name, "none") != "none" for name in ("proxyjump", "proxycommand"))
+    return None if has_proxy else settings.get("hostname")
+
+
+def is_reached(host: HostSpec, template: str) -> bool:
+    """Whether the command may find a host whose name has no address on this one."""
+    route = route_to(host, template)
+    return route is None or route.lower() != host.bare_name.lower()
 
 
 def why_ended(command: Command) -> ShoalError:

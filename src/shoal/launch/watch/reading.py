@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.comm.heartbeat.recorder import Ticket
+from shoal.comm.heartbeat.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

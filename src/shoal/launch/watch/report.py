@@ -34,6 +34,14 @@ def problem_of(verdict: Verdict, *, num_ranks: int, timeout: float) -> Problem:
             return Problem(
                 "N033", what, "make the same call, with the same shape and dtype, on every rank of the group"
             )
+        case "alone":
+            also = f" (as did {_ranks(verdict.waiting[1:])})" if verdict.waiting[1:] else ""
+            others = [(ranks, call) for ranks, call in verdict.versions if verdict.rank not in ranks]
+            missing = tuple(sorted(rank for ranks, _ in others for rank in ranks))
+            elsewhere = "; ".join(f"{_ranks(ranks)} wait{'s' * (len(ranks) == 1)} in {call}" for ranks, call in others)
+            entered = f"{rank} entered {verdict.call}{also}, which {_ranks(missing)} never entered"
+            what = f"{entered}; for {seconds}, {elsewhere}"
+            return Problem("N040", what, "make the call on every rank, not under `if rank == 0:`; the stack shows it")
         case "order":
             calls = "; ".join(f"{_ranks(ranks)} in {call}" for ranks, call in verdict.versions)
             what = f"{rank} and others have waited for each other for {seconds}: {calls}"

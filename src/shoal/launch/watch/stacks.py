@@ -107,6 +107,17 @@ def excerpt(stack: str, most: int = 12) -> str:
     return "".join(f"\n    {frame}" for frame in frames[:most]) + rest
 
 
+def stack_of_traceback(text: str) -> str:
+    """The stack in the traceback of an exception, in the form that a worker writes: innermost first.
+
+    >>> main_frames(stack_of_traceback('  File "a.py", line 3, in step\\n    x\\n  File "b.py", line 7, in read\\n'))
+    ['read (b.py:7)', 'step (a.py:3)']
+    """
+    last = text.rpartition("Traceback (most recent call last):")[2]
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (.+)', last)
+    return "\n".join(f'  File "{file}", line {line} in {name}' for file, line, name in reversed(frames))
+
+
 def is_debugged(stack: str) -> bool:
     """Whether the main thread is in a debugger, whose user must not lose the process."""
     paths = [PurePath(frame.rpartition("(")[2].rpartition(":")[0]) for frame in main_frames(stack)]

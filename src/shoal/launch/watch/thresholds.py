@@ -12,7 +12,8 @@ the measured steps and from `launch.timeout`.
 | computes in a step and holds up the others      | max(3 s, 5 median steps)   | 10 times that                |
 | blocked in the kernel (a disk, NFS) in a step   | max(3 s, 5 median steps)   | 10 times that                |
 | between two steps, where data is fetched        | max(3 s, 5 median steps)   | nine tenths of the timeout   |
-| in another phase: start, first step, save, ...  | a twentieth of the timeout | nine tenths of the timeout   |
+| sleeps in its first steps, without a GPU        | a twentieth of the timeout | a tenth of the timeout       |
+| in another phase: start, first steps, save, ... | a twentieth of the timeout | nine tenths of the timeout   |
 
 A rank computes also if a process that it has started does: a compiler. A host thread that sleeps in a call of a GPU's
 driver is normal, so it has longer. Other operations, shapes or dtypes in another phase have the limits of that phase.
@@ -28,6 +29,7 @@ STEP = "step"
 """The phase in which the measured steps are the scale. All other phases have the timeout as their scale: in them one
 rank may work alone for minutes (rank 0 saves, a model compiles, a file is downloaded)."""
 DATA = "data"
+FIRST_STEPS = "first steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Thresholds:
 
     def ended(self, phase: str, median_step: float, *, may_pass: bool) -> float:
         """After this it is ended. `may_pass`: it computes, uses a GPU, or waits for a disk."""
+        if phase == FIRST_STEPS and not may_pass:  # nothing compiles: a rank hangs, as after a restart
+            return max(self.named(phase, median_step), self.timeout / 10)
         if phase != STEP:
             return self.last
         return min(10 * self.named(phase, median_step) if may_pass else max(5.0, 10 * median_step), self.last)

@@ -18,6 +18,7 @@ collective of two. Rows of the table, in this order:
 | culprit, heartbeat old                               | holds the GIL                                       |
 | culprit, state D                                     | blocked in the kernel                               |
 | culprit, heartbeat fresh                             | never entered                                       |
+| ranks wait for each other in two calls, one unusual  | alone: the other ranks never enter that one         |
 | ranks wait for each other in a circle                | order: they entered two groups in different orders  |
 | all have entered the same call, and it does not end  | network                                             |
 | anything moves, or no rank waits                     | none                                                |
@@ -30,12 +31,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shoal.comm.heartbeat.messages import ANY_SOURCE
-from shoal.comm.heartbeat.recorder import Ticket, group_of
+from shoal.comm.heartbeat.ticket import ANY_SOURCE, Ticket, group_of
+from shoal.launch.watch.lone_call import lone_call
 from shoal.launch.watch.reading import ProcessState, Reading
 from shoal.launch.watch.thresholds import STEP, Thresholds
 
-Kind = Literal["stopped", "mismatch", "gil", "kernel", "never_entered", "order", "network"]
+Kind = Literal["stopped", "mismatch", "gil", "kernel", "never_entered", "alone", "order", "network"]
 
 BUSY = 0.2
 """Fraction of the time from which a rank counts as computing. Heartbeat and idle threads use less than a hundredth."""
@@ -76,7 +77,7 @@ class Verdict:
     is_final: bool = True
     """True: the rank is to be ended. False: it is named, and may continue."""
     versions: tuple[tuple[tuple[int, ...], str], ...] = ()
-    """Of a mismatch: ranks and their call, the most common first."""
+    """Of a mismatch or a circle: ranks and their call, the most common first."""
     wchan: str = ""
     phase: str = "step"
 
@@ -184,14 +185,16 @@ class _Known:
         is_closed = {late for _, late, _ in edges} <= set(waiting) and not any(map(self._may_wait_elsewhere, waiting))
         if not waiting or not is_closed or not self._is_late(waiting):
             return None
-        rank = waiting[0]
-        calls = {}
-        for each in waiting:
-            channel = next(channel for waiter, _, channel in edges if waiter == each)
-            calls[each] = str(self._call(channel, each))
-        versions = _versions(calls)
+        channels = {each: next(channel for waiter, _, channel in edges if waiter == each) for each in waiting}
+        calls = {each: self._call(channels[each], each) for each in waiting}
+        versions = _versions({each: str(call) for each, call in calls.items()})
         waited = self._still(self.readings)
-        return Verdict(kind="order", rank=rank, waited=waited, waiting=tuple(waiting), versions=versions)
+        alone = lone_call({each: (call.channel, call.number) for each, call in calls.items()}, self.readings)
+        if alone is not None:
+            inside = tuple(each for each in waiting if (calls[each].channel, calls[each].number) == alone)
+            call = calls[inside[0]]
+            return Verdict(kind="alone", rank=inside[0], call=call, waited=waited, waiting=inside, versions=versions)
+        return Verdict(kind="order", rank=waiting[0], waited=waited, waiting=tuple(waiting), versions=versions)
 
     def network(self) -> Verdict | None:
         """All ranks have entered the same call, and it does not complete."""

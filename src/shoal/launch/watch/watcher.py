@@ -9,16 +9,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.comm.heartbeat.board import HeartbeatBoard
 from shoal.errors import Problem
-from shoal.launch.failure import Failure
+from shoal.launch.failure import Failure, read_failure
 from shoal.launch.watch.reading import ProcessState, Reading, cpu_of_descendants, progress_of, read_state
 from shoal.launch.watch.report import problem_of
-from shoal.launch.watch.stacks import excerpt, is_debugged, outliers, stack_of
+from shoal.launch.watch.stacks import excerpt, is_debugged, outliers, stack_of, stack_of_traceback
 from shoal.launch.watch.thresholds import Thresholds
 from shoal.launch.watch.verdict import Verdict, call_of_waiting, find_mismatch, verdict
 from shoal.launch.worker import heartbeat_path, stack_path
@@ -136,7 +137,7 @@ class Watcher:
                 what=words.what.removeprefix(f"rank {found.rank} of {self.num_ranks} "),
                 details=details,
                 is_sudden=True,
-                may_pass=found.kind not in ("mismatch", "order"),
+                may_pass=found.kind not in ("mismatch", "alone", "order"),
                 is_lost=found.kind in ("stopped", "gil", "never_entered"),
                 fix=words.fix,
             )
@@ -192,15 +193,18 @@ class Watcher:
                 is_sudden=True,
                 fix=words.fix,
             )
+        own = readings.get(self.first_rank + failure.rank)
+        failure = replace(failure, phase=own.phase if own else "")
         call = call_of_waiting(readings, self.first_rank + failure.rank)
         return replace(failure, what=f"{failure.what}, while others were in {call}") if call else failure
 
     def _left_stack(self, rank: int) -> str:
-        """The stack that an aborting rank has written."""
-        try:
+        """The stack that an aborting rank has written, or the traceback of one that lost its peers by their abort."""
+        stack = ""
+        with suppress(OSError):
             stack = excerpt(self._stack_path(rank).read_text())
-        except OSError:
-            return ""
+        if not stack and (failure := read_failure(self.directory, rank - self.first_rank)):
+            stack = excerpt(stack_of_traceback(failure.details))
         return f"  stack of rank {rank}:{stack}" if stack else ""
 
     def _stack_path(self, rank: int) -> Path:

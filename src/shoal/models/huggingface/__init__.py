@@ -4,9 +4,9 @@ Everything here reads strings and modules of a model. transformers itself is imp
 """
 
 from shoal.models.huggingface.adapt import adapt
-from shoal.models.huggingface.describe import describe
+from shoal.models.huggingface.describe import describe, register_head_last
 from shoal.models.huggingface.experts import written_out
 from shoal.models.huggingface.labels import shifts_labels
 from shoal.models.huggingface.pretrained.weights import weights_of
 
-__all__ = ["adapt", "describe", "shifts_labels", "weights_of", "written_out"]
+__all__ = ["adapt", "describe", "register_head_last", "shifts_labels", "weights_of", "written_out"]

@@ -40,6 +40,7 @@ STYLES = {"colwise": Split.COLUMN, "rowwise": Split.ROW, "replicated_with_grad_a
 
 def describe(model: Any) -> Description:
     """What can be derived of a model. `why_not` says what cannot, and why."""
+    register_head_last(model)
     order = order_of(model)
     why_not = dict(_why_not(model, order))
     owners = _owners(model)
@@ -189,6 +190,15 @@ def _declared(plan: Mapping[str, str], name: str, module: nn.Module) -> Split | 
     how = STYLES.get(style or "")
     is_linear = type(module) in (nn.Linear, LoRALinear)
     return how if is_linear or how is Split.HEADS else None
+
+
+def register_head_last(model: Any) -> None:
+    """Move the child with the output layer behind the other children. A tied weight then has the name of its embedding,
+    as in most models: it belongs to the first stage. XLM-RoBERTa registers its output layer first."""
+    head = model.get_output_embeddings()
+    name = next((name for name, child in model.named_children() if head in child.modules()), None)
+    if name is not None:
+        model._modules[name] = model._modules.pop(name)
 
 
 def _tied(model: nn.Module, order: Order) -> Iterator[tuple[str, str]]:

@@ -47,7 +47,43 @@ def replicate(
         gradient_as_bucket_view=True,  # no second copy of the gradients
         **_buffers_stay_local(),
     )
+    if peers.size() > 2 and not find_unused_parameters:
+        fix_buckets(replicated)
     return replicated, DDPSync(replicated)
+
+
+def fix_buckets(replicated: DistributedDataParallel) -> None:
+    """Let DDP decide its buckets now, by a backward without a model: they have the parameters in reverse order.
+
+    DDP has one bucket in the first step of a process, and cuts buckets by the order of that step's gradients for all
+    others. A ring adds three or more ranks in an order that depends on the place in a bucket. So the first step after
+    a restart would differ in its last bits from the same step of an undisturbed run. Two ranks have one order.
+    """
+    module, parameters = replicated.module, [each for each in replicated.module.parameters() if each.requires_grad]
+    replicated.module = _Zero(parameters)
+    try:
+        with torch.enable_grad():
+            replicated().backward()
+            replicated()  # the buckets are made in a forward
+    finally:
+        replicated.module = module
+        for each in parameters:
+            each.grad = None
+
+
+class _Zero(nn.Module):
+    """Nothing, as a function of all parameters; the gradient of the last one comes first."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.used = parameters
+
+    def forward(self) -> Tensor:
+        """Return 0."""
+        total = torch.zeros((), device=self.used[0].device)
+        for each in self.used:
+            total = total + 0.0 * each.sum().float()
+        return total
 
 
 TIMED_EVERY = 10

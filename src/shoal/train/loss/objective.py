@@ -318,10 +318,18 @@ def reject_shapes(logits: Any, labels: Tensor, *, fix: str = "") -> None:
         raise ShoalError(
             f"cross-entropy takes a label for each row of logits, not logits of shape {tuple(logits.shape)} and labels"
             f" of shape {tuple(labels.shape)}",
-            fix=fix
-            or "labels of the shape of the logits but for their last dim; or Run(loss=lambda model, batch: ...)",
+            fix=fix or f"{_fitted(logits, labels)}; or Run(loss=lambda model, batch: ...)",
             code="T020",
         )
+
+
+def _fitted(logits: Tensor, labels: Tensor) -> str:
+    """How to make labels and logits fit each other."""
+    if labels.shape == logits.shape:
+        return "labels.argmax(-1), for labels that are one-hot"
+    if logits.dim() > 2 and labels.shape == (*logits.shape[:1], *logits.shape[2:]):
+        return "return logits.movedim(1, -1) in the model: the classes are the last dim"
+    return f"labels of shape {tuple(logits.shape[:-1])}"
 
 
 def _has_rows(logits: Any, labels: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from shoal.blueprint.validation.bf16_weights import check_bf16_weights
 from shoal.config.checks.settings import KEPT_BY_THE_PLANNER
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError, raise_if
+from shoal.observe.durable_write import write_whole
 from shoal.planner.backtest.rows import append
 from shoal.planner.search import search
 from shoal.planner.suggestions import reject_contradictions, smallest_changes
@@ -83,7 +85,8 @@ def _suggestions(recipe: Recipe, task: Task) -> Iterator[str]:
 
 
 def append_measurement(recipe: Recipe, summary: Mapping[str, Any], path: Path) -> None:
-    """Append the run to a table that `shoal backtest` reads. A model whose config lacks dimensions adds no row."""
+    """Append the run to a table that `shoal backtest` reads, and write `prediction.json` into its directory. A model
+    whose config lacks dimensions adds neither."""
     model = without_memory(lambda: build_model(recipe.model))
     dimensions = None if model is None else dimensions_of(model)
     if dimensions is None:
@@ -93,6 +96,9 @@ def append_measurement(recipe: Recipe, summary: Mapping[str, Any], path: Path) -
     is_measured = cluster.is_measured
     task = task_of(recipe, workload, cluster)
     predicted = task.predict(recipe.plan)
+    figures = {"step_seconds": predicted.time.total, "memory_gib": predicted.memory.total / GIB}
+    beside = Path(summary["run_directory"]) / "prediction.json"
+    write_whole(beside, json.dumps({**figures, "is_calibrated": is_measured}, indent=2) + "\n")
     append(
         path,
         {

@@ -7,8 +7,6 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -29,7 +27,10 @@ from shoal.observe.progress import ProgressLine, Quiet, progress_line
 from shoal.train.build_model import build_for_layout, describe
 from shoal.train.optim.build import optimizer_of_run
 from shoal.train.recipe.build_run import build_loader, build_run
-from shoal.train.recipe.fault_injection import inject_faults
+from shoal.train.recipe.fault_injection.drill import join_drill
+from shoal.train.recipe.fault_injection.faults import inject_faults
+from shoal.train.recipe.invocation import RunInvocation
+from shoal.train.recipe.memory.at_failure import memory_at_failure
 from shoal.train.recipe.preflight import Job, first_call, reject_unlike_data, steps_of, units
 from shoal.train.recipe.saving.run_storage import NoStorage, load_first_weights, open_storage
 from shoal.train.recipe.saving.start_weights import expect_weights
@@ -39,36 +40,6 @@ from shoal.train.recipe.sync_autotune import advice, algorithm_chosen, bucket_ch
 from shoal.train.run import Run
 from shoal.train.run_checkpoint import pack_base
 from shoal.train.trace.find_blocks import attach_blocks
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunInvocation:
-    """Options of one command that are not in its recipe."""
-
-    save: bool = True
-    """Write a run directory and checkpoints."""
-    quiet: bool = False
-    start_time: float
-    """When the command was given, in seconds since the epoch."""
-    resume: str = "auto"
-    """auto, fresh, latest, or the number of a step."""
-    generation: int = 0
-    """How often the workers of this run were restarted."""
-    is_replacement: bool = False
-    """Whether this generation began because one worker was replaced: all ranks have trained this very job before, so
-    the checks that come before a first step have passed."""
-    memory_root: Path | None = None
-    """A folder in shared memory that outlives the workers."""
-    saved_before: int = 0
-    """The newest step that workers of this run have saved on any host. A start at step 0 would lose it."""
-    command: str = ""
-    """Identifies the command on all of its hosts and through its restarts; empty: it is not known."""
-
-    def in_generation_of(self, placement: Placement | None) -> RunInvocation:
-        """These options in the generation of a worker, which may have begun in this process."""
-        if placement is None or placement.generation <= self.generation:
-            return self
-        return replace(self, generation=placement.generation, is_replacement=True, start_time=time.time())
 
 
 def train(placement: Placement | None, store: Store | None, job: Job, invocation: RunInvocation) -> dict[str, Any]:
@@ -81,8 +52,9 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         reject_unlike_data(world, job)
     job, sync_chosen = resolve_sync(job, world)
     recipe = job.recipe
-    with build_run(recipe, world) as run:
+    with build_run(recipe, world) as run, memory_at_failure(run):
         run.replica_check.every = recipe.run.check_replicas.steps(**units(recipe, job.training)) or 0
+        run.compute_check.every = recipe.run.check_compute.steps(**units(recipe, job.training)) or 0
         line = _progress_line(run, job, quiet=invocation.quiet)
         model = build_for_layout(recipe.model, recipe.run.seed)
         expect_weights(recipe, model)
@@ -93,6 +65,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         lr = scaled_lr(optim.lr, batch=recipe.data.global_batch, tuned_for_batch=optim.scale_lr_from_batch)
         run.prepare(optimizer_of_run(run, optim, lr=lr, seed=recipe.run.seed))
         inject_faults(run, invocation.generation)
+        join_drill(run, invocation.generation)
         storage = _storage(run, job, invocation, line)
         if recipe.model.lora is not None and recipe.model.lora.base is not None:
             pack_base(run)
@@ -140,21 +113,12 @@ def _storage(run: Run, job: Job, invocation: RunInvocation, line: ProgressLine) 
     if not invocation.save:
         load_first_weights(run, job, line)
         return NoStorage()
-    storage = open_storage(
-        run,
-        job,
-        line,
-        resume=invocation.resume,
-        generation=invocation.generation,
-        memory_root=invocation.memory_root,
-        command=invocation.command,
-        is_replacement=invocation.is_replacement,
-    )
+    storage = open_storage(run, job, line, invocation)
     if storage.manifest is None and invocation.saved_before:
         storage.close()
         raise ShoalError(
             f"the hosts that are left find no checkpoint, but step {invocation.saved_before} of this run was saved",
-            fix="--checkpoint.dir /shared/run, a directory that all hosts share",
+            fix="--checkpoint.dir /shared/run, a directory that all hosts share, or --checkpoint.memory_every 1step",
             code="N069",
         )
     return storage
@@ -313,6 +277,8 @@ def _headline(run: Run, job: Job, lr: float, choices: list[str], storage: NoStor
     ]
     if recipe.run.compile:
         lines.append("first  the first step compiles the model, which takes a while")
+    if recipe.data.global_batch > len(job.training):
+        lines.append(_repeats(recipe.data.global_batch, len(job.training)))
     if recipe.optim.scale_lr_from_batch:
         lines.append(
             f"lr     {recipe.optim.lr:g} x {recipe.data.global_batch} / {recipe.optim.scale_lr_from_batch} = {lr:g}"
@@ -329,6 +295,11 @@ def _headline(run: Run, job: Job, lr: float, choices: list[str], storage: NoStor
     elif storage.beside:
         lines.append(f"start  over, in {str(storage.path)!r}: {storage.beside}")
     return "\n".join(lines)
+
+
+def _repeats(batch: int, num_samples: int) -> str:
+    note = f"note   a step has {batch} samples and the data {num_samples}: samples repeat within a step"
+    return f"{note}; not with --data.global_batch {num_samples} or less"
 
 
 def _adapters(recipe: Recipe) -> str:

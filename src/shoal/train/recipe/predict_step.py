@@ -15,6 +15,8 @@ from shoal.train.recipe.auto_plan import cluster_for, task_of, workload_for
 if TYPE_CHECKING:
     from torch import nn
 
+    from shoal.planner.task import Task
+
 
 def predict_step(recipe: Recipe) -> dict[str, Any]:
     """The figures of a recipe whose plan is resolved, as JSON has them; a figure that is not known is left out.
@@ -38,13 +40,18 @@ def predict_step(recipe: Recipe) -> dict[str, Any]:
         return {**counted, "not_predicted": error.problems[0].what}
 
 
-def _predicted(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+def task_for(recipe: Recipe, model: nn.Module) -> Task:
+    """The planner's task for a recipe whose plan is resolved, on this machine, with the states of its optimizer."""
     workload = workload_for(recipe, model)
     cluster = cluster_for(recipe.launch.device)
     task = task_of(recipe, workload, replace(cluster, per_node=recipe.plan.layout.world_size, nodes=1))
     moments = moments_of(recipe.optim.name, model, describe(model).blocks)
-    profile = replace(task.profile, moments=optimizer_bytes(recipe, moments=moments))
-    found = replace(task, profile=profile).memory(recipe.plan)
+    return replace(task, profile=replace(task.profile, moments=optimizer_bytes(recipe, moments=moments)))
+
+
+def _predicted(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+    task = task_for(recipe, model)
+    found = task.memory(recipe.plan)
     by_cause = {cause: round(size) for cause, size in asdict(found).items() if cause != "stage" and size >= 1}
-    flops = workload.flops_per_token(task.sequence) * task.sequence * task.global_batch
+    flops = task.workload.flops_per_token(task.sequence) * task.sequence * task.global_batch
     return {"memory": {**by_cause, "total": round(found.total)}, "flops": round(flops)}

@@ -8,7 +8,7 @@ from shoal.config.recipe import Recipe
 from shoal.parallel.data.local_sgd import OuterOptimizer
 from shoal.parallel.policies import Settings, setting_names
 
-OTHERWISE = frozenset({"check_replicas"})
+OTHERWISE = frozenset({"check_replicas", "check_compute"})
 """A duration in a recipe: the loop turns it into steps, when it knows the data."""
 
 

@@ -48,10 +48,13 @@ def stop_on_signals(line: ProgressLine) -> Iterator[StopRequest]:
     """Catch signals that would end the process; the value is true once one has come."""
     stop_request = StopRequest(line)
     before = {number: signal.signal(number, stop_request.receive) for number in PASSED_ON}
+    is_done = False
     try:
         yield stop_request
+        is_done = True
     finally:
-        # A worker that is ending ignores further signals, which its launcher may send.
-        is_leaving = bool(stop_request) and multiprocessing.parent_process() is not None
+        # A worker that is ending ignores further signals, which its launcher may send. It may also end because a rank
+        # of another host had the signal earlier.
+        is_leaving = (is_done or bool(stop_request)) and multiprocessing.parent_process() is not None
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if is_leaving else handler)

@@ -57,16 +57,27 @@ class StepEngine:
         if state.composed.pipeline is not None:
             self._pipeline_step(step_of(state, batch))
             return
-        head = state.composed.head
         for microbatch in self.microbatches(batch):
-            assert state.open_step is not None
-            try:  # a head that computes the loss and knows what that counts for has nothing to do in the backward
-                with nullcontext() if head is None else head.with_grad_scale(self.factor):
-                    loss_sum = state.objective.loss_sum(state.model, microbatch, state.open_step.weight)
-            except RuntimeError as error:
-                explain_unused(error)
-                raise
-            self._backward(loss_sum)
+            self._forward_backward(microbatch)
+
+    def local_gradients(self, step: OpenStep) -> None:
+        """All microbatches of an open step, whose gradients are not averaged over ranks."""
+        for index, microbatch in enumerate(step.microbatches):
+            step.index = index
+            self._begin(step, index)
+            with self.state.composed.begin_microbatch(is_last=False):
+                self._forward_backward(microbatch)
+
+    def _forward_backward(self, microbatch: Any) -> None:
+        state, head = self.state, self.state.composed.head
+        assert state.open_step is not None
+        try:  # a head that computes the loss and knows what that counts for has nothing to do in the backward
+            with nullcontext() if head is None else head.with_grad_scale(self.factor):
+                loss_sum = state.objective.loss_sum(state.model, microbatch, state.open_step.weight)
+        except RuntimeError as error:
+            explain_unused(error)
+            raise
+        self._backward(loss_sum)
 
     def microbatches(self, batch: Any) -> Iterator[Any]:
         """The batch in parts of `mb` samples; gradients are synchronised in the backward of the last one only."""

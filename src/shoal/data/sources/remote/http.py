@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 
 from shoal.data.sources.remote.listing import Listing, RemoteFile
+from shoal.errors import ShoalError
 from shoal.version import __version__
 
 SECONDS = 60.0
@@ -33,7 +34,7 @@ class HttpStore:
 
     def list(self) -> Listing:
         """The file, or the links of the folder's page that lead to files in it."""
-        if not urlsplit(self._url).path.endswith("/"):
+        if not _is_folder(self._url):
             name = unquote(urlsplit(self._url).path.rpartition("/")[2])
             return Listing([self.look_up(RemoteFile(name, self._url))], is_one_file=True)
         with _request(self._url) as page:
@@ -50,7 +51,13 @@ class HttpStore:
                 raise
             answer = _request(file.place)
         with answer:
-            headers = answer.headers
+            headers, place = answer.headers, answer.geturl()
+        if _is_folder(place) and not _is_folder(file.place):  # the server has added the slash
+            raise ShoalError(
+                f"{file.place} is a folder of the server, and the URL of a folder ends with a slash",
+                fix=f"--data.source {file.place}/",
+                code="D097",
+            )
         length = headers.get("Content-Length")
         return RemoteFile(
             file.name,
@@ -63,6 +70,10 @@ class HttpStore:
     def open(self, file: RemoteFile) -> Any:
         """The body of the answer."""
         return _request(file.place)
+
+
+def _is_folder(url: str) -> bool:
+    return urlsplit(url).path.endswith("/")
 
 
 def _request(url: str, method: str = "GET") -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import os
+import contextlib
 import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -24,8 +24,25 @@ SECONDS_TO_REJOIN = 600.0
 """Seconds in which an agent without workers tries to reach its coordinator again."""
 
 
-def run_agent(address: tuple[str, int], key: Key, name: str, prepare: Prepare) -> int:
-    """Serve the coordinator at an address until it lets this agent go; the exit code."""
+def run_agent(
+    address: tuple[str, int], key: Key, name: str, prepare: Prepare, *, wait: float = SECONDS_TO_CONNECT
+) -> int:
+    """Serve the coordinator at an address until it lets this agent go; the exit code. `wait`: seconds in which it may
+    be started."""
+    with serving(key, prepare) as agent:
+        channel = join(address, key, name, wait=wait)
+        while True:
+            try:
+                return serve(agent, channel)
+            except (Silent, Ended):
+                agent.lose_coordinator()
+                _say(f"the connection to the coordinator at {_shown(address)} is lost; the workers here were ended")
+                channel = _rejoin(address, key, name)
+
+
+@contextlib.contextmanager
+def serving(key: Key, prepare: Prepare) -> Iterator[Agent]:
+    """An agent that passes signals on to its workers, and ends them in the end."""
     agent = Agent(key.secret, prepare)
 
     def enqueue(number: int, frame: FrameType | None) -> None:
@@ -36,22 +53,25 @@ def run_agent(address: tuple[str, int], key: Key, name: str, prepare: Prepare) -
     for number in STOP_SIGNALS:
         signal.signal(number, enqueue)
     try:
-        channel = join(address, key, name)
-        while True:
-            try:
-                agent.serve(channel)
-                return 0
-            except (Silent, Ended):
-                agent.lose_coordinator()
-                _say(f"the connection to the coordinator at {_shown(address)} is lost; the workers here were ended")
-                channel = _rejoin(address, key, name)
+        yield agent
     finally:
         agent.close()
 
 
-def join(address: tuple[str, int], key: Key, name: str, seconds: float = SECONDS_TO_CONNECT) -> Channel:
-    """Connect, authenticate both sides, and introduce this host."""
-    deadline = time.monotonic() + seconds
+def serve(agent: Agent, channel: Channel) -> int:
+    """Serve a coordinator until it lets the agent go; the exit code. Raises `Silent` or `Ended` if it is lost."""
+    agent.serve(channel)
+    if agent.sent_away is not None:
+        raise agent.sent_away
+    return 0
+
+
+def join(
+    address: tuple[str, int], key: Key, name: str, seconds: float = SECONDS_TO_CONNECT, *, wait: float = 0.0
+) -> Channel:
+    """Connect, authenticate both sides, and introduce this host. `wait`: seconds in which nothing may listen there."""
+    began = time.monotonic()
+    deadline, is_noted = began + seconds, False
     while True:
         try:
             channel = _authenticated(address, key, timeout=max(1.0, deadline - time.monotonic()))
@@ -64,6 +84,13 @@ def join(address: tuple[str, int], key: Key, name: str, seconds: float = SECONDS
                 fix="the same SHOAL_KEY here and at the coordinator; or copy its ~/.config/shoal/key to this host",
                 code="N052",
             ) from None
+        except ConnectionRefusedError:
+            if time.monotonic() + 0.3 > began + max(wait, seconds):
+                raise _nothing_listens(address, name, time.monotonic() - began) from None
+            if wait and not is_noted:
+                is_noted = True
+                _say(f"waiting {wait:g} s for a coordinator at {_shown(address)}: nothing listens there yet")
+            time.sleep(0.2)
         except (OSError, Ended) as error:
             # A coordinator that has just been started, or that is flooded with connections, is tried again.
             if time.monotonic() + 0.3 > deadline or isinstance(error, socket.gaierror):
@@ -88,10 +115,17 @@ def _rejoin(address: tuple[str, int], key: Key, name: str) -> Channel:
         try:
             return join(address, key, name, seconds=0.0)
         except ShoalError as error:
-            refused = os.strerror(errno.ECONNREFUSED) in str(error)  # its host answers, and it has ended
-            if refused or "N053" not in error.codes or time.monotonic() > deadline:
+            if "N053" not in error.codes or time.monotonic() > deadline:  # N072: its host answers, and it has ended
                 raise
             time.sleep(0.3)
+
+
+def _nothing_listens(address: tuple[str, int], name: str, waited: float) -> ShoalError:
+    return ShoalError(
+        f"nothing listens at {_shown(address)}: host {name} found no coordinator there in {waited:.0f} s",
+        fix=f"on {address[0]}: shoal train RECIPE --hosts {name}:N,... --ssh none --listen {_shown(address)}",
+        code="N072",
+    )
 
 
 def _unreachable(address: tuple[str, int], error: Exception, name: str) -> ShoalError:

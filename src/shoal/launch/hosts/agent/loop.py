@@ -19,11 +19,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from shoal.errors import ShoalError
 from shoal.launch.hosts.agent import token_file
 from shoal.launch.hosts.agent.probe import Probe
 from shoal.launch.hosts.agent.template import Prepare, serve_orders
 from shoal.launch.hosts.lifetime import forked
 from shoal.launch.hosts.messages import BEAT, MOST, Channel, Message
+from shoal.launch.hosts.reports import error_from
 
 TURN = 0.2
 MOST_OUTPUT = 2**16
@@ -68,11 +70,14 @@ class Agent:
     probe: Probe = field(default_factory=Probe)
     signals: list[int] = field(default_factory=list)
     is_done: bool = False
+    sent_away: ShoalError | None = None
+    """Why the coordinator has sent this agent away; None: it has not, or the run has ended."""
 
     def serve(self, channel: Channel) -> None:
         """Obey until the coordinator lets this agent go; raises `Ended` or `Silent`."""
         self.channel = channel
-        last_turn = next_beat = time.monotonic()
+        last_turn = time.monotonic()
+        next_beat = last_turn + BEAT  # an unread one would cut off the answer of a coordinator that closes at once
         while not self.is_done:
             now = time.monotonic()
             stalled = now - last_turn if now - last_turn > 1.0 else 0.0  # this process was stopped, or got no processor
@@ -141,6 +146,7 @@ class Agent:
             self.signal_runner(int(order["number"]))
         elif kind == "leave":
             self.is_done = True
+            self.sent_away = error_from(order["error"]) if "error" in order else None
 
     def _to_template(self, order: Message) -> None:
         if self.link is None:
@@ -281,9 +287,11 @@ class Agent:
         self.runner = None
 
     def close(self) -> None:
-        """End the workers and the template, and wait until they have ended."""
+        """End the workers and the template, wait until they have ended, and close the connection."""
         self._end_runner()
         self._end_template()
+        if self.channel is not None:
+            self.channel.close()
 
     def _end_template(self) -> None:
         """Kill the template, and with it the workers that it has started."""

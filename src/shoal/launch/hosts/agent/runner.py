@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.mac import mac
 from shoal.comm.rendezvous.network_interface import loopback
 from shoal.launch.failure import Failure, first_failure, raised_error
 from shoal.launch.hosts.messages import Message
 from shoal.launch.hosts.reports import plain_error, plain_failure
+from shoal.launch.hosts.store.client import open_store
+from shoal.launch.hosts.store.server import store_key
 from shoal.launch.local import fork_is_safe
 from shoal.launch.scratch import scratch_folder
 from shoal.launch.worker import saved_path, value_path
@@ -52,20 +55,25 @@ class HostPlace:
     generation: int
     store: tuple[str, int]
     """Address and port of the store."""
+    store_key: bytes = field(repr=False)
     key: bytes = field(repr=False)
     job: str
+    timeout: float
+    """Seconds that a rank waits for others in the store."""
     interface: str | None
     """GLOO_SOCKET_IFNAME as the user has set it."""
 
     @classmethod
-    def of(cls, order: Message, key: bytes) -> HostPlace:
-        """The place in an order to start."""
+    def of(cls, order: Message, secret: bytes, timeout: float) -> HostPlace:
+        """The place in an order to start. `secret`: the key of the run, from which workers get two others."""
         names = ("first_rank", "num_local", "world_size", "node", "generation")
         return cls(
             **{name: int(order[name]) for name in names},
             store=(str(order["store"][0]), int(order["store"][1])),
-            key=key,
+            store_key=store_key(secret),
+            key=mac(secret, "workers", str(order["job"]), int(order["generation"])),
             job=str(order["job"]),
+            timeout=timeout,
             interface=os.environ.get("GLOO_SOCKET_IFNAME"),
         )
 
@@ -134,10 +142,10 @@ def run_workers(place: HostPlace, work: Work, send: Callable[[Message], None]) -
     return 0
 
 
-def at_global_rank(local: Placement, store: object, place: HostPlace, function: Callable[..., Any], *args: Any) -> Any:
-    """The function of a worker: call another one with the place among all ranks."""
-    # torch's rendezvous reads from these variables that the coordinator serves the store, and not rank 0.
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+def at_global_rank(local: Placement, _: object, place: HostPlace, function: Callable[..., Any], *args: Any) -> Any:
+    """The function of a worker: call another one with the place among all ranks, and the store of all hosts."""
+    # NCCL's watchdog would read the store from a C++ thread, which cannot enter Python while the interpreter ends.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     address, port = place.store
     os.environ.pop("GLOO_SOCKET_IFNAME", None)  # of a launch on one host: the loopback
     interface = loopback() if ipaddress.ip_address(address).is_loopback else place.interface
@@ -155,9 +163,9 @@ def at_global_rank(local: Placement, store: object, place: HostPlace, function: 
         generation=place.generation,
         key=place.key,
         job=place.job,
-        has_store=True,
     )
-    return function(placement, None, *args)
+    name = f"{place.job} {place.generation}/"
+    return function(placement, open_store(place.store, place.store_key, name, place.timeout), *args)
 
 
 def _report(failure: Failure, place: HostPlace, directory: Path) -> Message:

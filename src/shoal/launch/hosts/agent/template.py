@@ -17,7 +17,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shoal.comm.rendezvous.mac import mac
 from shoal.errors import RunFailed, ShoalError
 from shoal.launch.hosts.agent import token_file
 from shoal.launch.hosts.lifetime import forked
@@ -71,7 +70,7 @@ def _run(order: Message, work: Work, key: bytes, link: socket.socket) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    place = HostPlace.of(order, mac(key, "workers", str(order["job"]), int(order["generation"])))
+    place = HostPlace.of(order, key, work.timeout)
     code = run_workers(place, work, partial(_send, link))
     _flush()
     return code

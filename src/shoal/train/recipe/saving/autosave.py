@@ -22,10 +22,11 @@ from typing import Any, BinaryIO
 
 from shoal.checkpoint.async_saver import AsyncSaver
 from shoal.checkpoint.load import load_newest, load_step
+from shoal.checkpoint.peers.fetch import load_newest_of_hosts
+from shoal.checkpoint.peers.host_ranks import HostRanks, on_leaders
 from shoal.checkpoint.state.base_fingerprint import reject_other_base
 from shoal.checkpoint.storage.manifest import Manifest
 from shoal.checkpoint.storage.store import Store
-from shoal.comm.all_or_none import on_main
 from shoal.config.data_source import spelled
 from shoal.config.duration import Duration
 from shoal.config.recipe import Recipe
@@ -33,9 +34,11 @@ from shoal.config.resume_compat import reject_changes
 from shoal.errors import ShoalError
 from shoal.files import PrivateFolder
 from shoal.launch.worker import note_saved
+from shoal.observe.events import Event, append_event
 from shoal.observe.run_directory import locked
 from shoal.predict.goodput.recovery import best_interval
 from shoal.train.recipe.preflight import Job, units
+from shoal.train.recipe.saving.host_storage import HostStorage, bytes_on_host
 from shoal.train.recipe.saving.memory_flush import DISK, MEMORY_FIX, memory_folder, own_folder, place_of
 from shoal.train.run import Run
 from shoal.train.run_checkpoint import holder_of, prepare_to_save, restore, state_of
@@ -56,9 +59,13 @@ class Autosaver:
     job: Job
     disk: AsyncSaver
     memory: AsyncSaver | None
+    disk_hosts: HostRanks
+    memory_hosts: HostRanks
     say: Say
     facts: Callable[[], dict[str, Any]]
     """What is saved beside the state of the run."""
+    directory: Path | None = None
+    """The run directory, which gets a line about each save; None: there is none."""
     every_steps: int | None = None
     """Steps between two saves; None: by the clock; 0: only at the end."""
     every_seconds: float | None = None
@@ -76,29 +83,45 @@ class Autosaver:
     _has_buffers: bool = False
     _is_over: bool = False
     _lock: BinaryIO | None = None
+    _has_own_stores: bool = False
+    """Whether each host has a store of its own, in memory at least."""
 
     @classmethod
-    def of(cls, run: Run, job: Job, *, directory: Path, memory_root: Path | None, say: Say) -> Autosaver:
-        """Build the autosaver of a recipe. Every rank calls it."""
+    def of(
+        cls, run: Run, job: Job, *, directory: Path, memory_root: Path | None, say: Say, host: HostStorage | None = None
+    ) -> Autosaver:
+        """Build the autosaver of a recipe. Every rank calls it. `host`: the storage of this host, if there are several
+        that `shoal train --hosts` has started."""
         settings, per = job.recipe.checkpoint, units(job.recipe, job.training)
         every = None if settings.every == "auto" else Duration.parse(settings.every)
         store = Store.at(settings.dir or directory / "checkpoints")
-        disk = AsyncSaver(store, run.world.with_own_connections(), keep=settings.keep, on_saved=note_saved)
+        world = run.world
+        on_disk = HostRanks.shared(world) if host is None else host.of_disk(world)
+        in_memory = HostRanks.shared(world) if host is None else host.of_memory(world)
+        own = world.with_own_connections()
+        disk = AsyncSaver(store, own, keep=settings.keep, on_saved=note_saved, hosts=on_disk)
         memory_steps = settings.memory_every.steps(**per) or 0
         memory = None
         if memory_steps:
-            _reject_several_hosts(run)
+            if host is None:
+                _reject_several_hosts(run)
             failed = f"{settings.memory_dir!r} cannot hold the state of this run"
-            place = memory_root, settings.memory_dir, directory, disk.store.where
-            root = on_main(run.world, lambda: _memory_root(*place, say), failed=failed, fix=MEMORY_FIX)
-            memory = AsyncSaver(Store(root), run.world.with_own_connections(), keep=1, on_saved=note_saved)
+            prefix = memory_folder_prefix(directory, "" if host is None else host.name)
+            place = memory_root, settings.memory_dir, prefix, disk.store.where
+            root = on_leaders(world, in_memory, lambda: _memory_root(*place, say), failed=failed, fix=MEMORY_FIX)
+            own = world.with_own_connections()
+            memory = AsyncSaver(Store(root), own, keep=1, on_saved=note_saved, hosts=in_memory)
         return cls(
             run=run,
             job=job,
             disk=disk,
             memory=memory,
+            disk_hosts=on_disk,
+            memory_hosts=in_memory,
+            _has_own_stores=host is not None,
             say=say,
             facts=dict,
+            directory=directory,
             every_steps=every.steps(**per) if every is not None else None,
             every_seconds=every.seconds if every is not None else None,
             memory_steps=memory_steps,
@@ -109,12 +132,14 @@ class Autosaver:
     def resume(self, resume: str) -> Manifest | None:
         """Load the step to resume from; None: there is none. Every rank calls it."""
         store, world = self.disk.store, self.run.world
-        if resume.isdecimal():
-            manifest: Manifest | None = load_step(store, world, holder_of(self.run), int(resume))
+        if self._has_own_stores:
+            manifest = self._load_from_hosts(int(resume) if resume.isdecimal() else None)
+        elif resume.isdecimal():
+            manifest = load_step(store, world, holder_of(self.run), int(resume))
         else:
             stores = [self.memory.store, store] if self.memory is not None else [store]
             manifest = load_newest(stores, world, holder_of(self.run), self.say)
-        if manifest is None and resume == "latest":
+        if manifest is None and resume not in ("auto", "fresh"):
             raise nothing_to_resume(store)
         if manifest is not None:
             reject_other_recipe(manifest, self.job.recipe, store)
@@ -124,6 +149,11 @@ class Autosaver:
             on_disk = self._archive(after=manifest.step)
             self.last = self.saved = manifest.step if manifest.step in on_disk else None  # else it is only in memory
         return manifest
+
+    def _load_from_hosts(self, step: int | None) -> Manifest | None:
+        memory = [(self.memory.store, self.memory_hosts)] if self.memory is not None else []
+        stores = [*memory, (self.disk.store, self.disk_hosts)]
+        return load_newest_of_hosts(stores, self.run.world, holder_of(self.run), self.say, step=step)
 
     def _compare_data(self, manifest: Manifest) -> None:
         if accepted := reject_other_data(manifest, self.job, self.disk.store):
@@ -139,25 +169,30 @@ class Autosaver:
 
         def act() -> list[int]:
             self.disk.store.archive(after=after)
-            if self.memory is not None:
-                self.memory.store.drop(after=after)
             return list(self.disk.store.steps())
 
-        fix = "--checkpoint.dir WRITABLE_DIRECTORY"
-        return on_main(self.run.world, act, failed=f"steps after {after} cannot be archived", fix=fix)
+        failed, fix = f"steps after {after} cannot be archived", "--checkpoint.dir WRITABLE_DIRECTORY"
+        world, memory = self.run.world, self.memory
+        left = on_leaders(world, self.disk_hosts, act, failed=failed, fix=fix)
+        if memory is not None:
+            on_leaders(world, self.memory_hosts, lambda: memory.store.drop(after=after), failed=failed, fix=fix)
+        return left
 
     def check_free_space(self) -> None:
         """Raise before the first step if the checkpoints do not fit on the disk or in memory."""
-        num_bytes = self.run.world.all_reduce_host([float(self._expected_bytes())]).wait()[0]
-        disk, memory = self.disk.store, self.memory
+        world, disk, memory = self.run.world, self.disk.store, self.memory
+        own = self._expected_bytes()
+        how = {"failed": "the checkpoints do not fit", "fix": "--checkpoint.dir LARGER_DISK"}
+        num_bytes = bytes_on_host(world, self.disk_hosts, own)
 
         def look() -> None:
             num_new = max(1, (self.disk.keep or 2) + 1 - len(disk.steps()))  # the steps that stay, and a draft
-            disk.room(int(num_bytes) * num_new)
-            if memory is not None:
-                _reject_short_memory(memory.store.root, int(num_bytes))
+            disk.room(num_bytes * num_new)
 
-        on_main(self.run.world, look, failed="the checkpoints do not fit", fix="--checkpoint.dir LARGER_DISK")
+        on_leaders(world, self.disk_hosts, look, **how)
+        if memory is not None:
+            held = bytes_on_host(world, self.memory_hosts, own)
+            on_leaders(world, self.memory_hosts, lambda: _reject_short_memory(memory.store.root, held), **how)
 
     def claim_store(self) -> None:
         """Lock `checkpoint.dir`; raise if another run saves there now."""
@@ -168,7 +203,8 @@ class Autosaver:
         def claim() -> None:
             self._lock = locked(disk.root)
 
-        on_main(self.run.world, claim, failed=f"{disk.where} cannot be locked", fix="--checkpoint.dir ELSEWHERE")
+        how = {"failed": f"{disk.where} cannot be locked", "fix": "--checkpoint.dir ELSEWHERE"}
+        on_leaders(self.run.world, self.disk_hosts, claim, **how)
 
     def release(self) -> None:
         """Unlock `checkpoint.dir`."""
@@ -225,7 +261,7 @@ class Autosaver:
             if saver is not None:
                 saver.finish()
         self._report()
-        if self.memory is not None and self.run.is_main and self.saved == self.run.steps_done:
+        if self.memory is not None and self.memory_hosts.is_leader and self.saved == self.run.steps_done:
             shutil.rmtree(self.memory.store.root, ignore_errors=True)
 
     def _save(self) -> None:
@@ -250,17 +286,23 @@ class Autosaver:
         for saved in self.disk.take_results():
             if saved.failure is not None:
                 self.num_failed += 1
+                self._note("not saved", saved.step, saved.failure.problems[0].what)
                 self.say(
                     f"NOT SAVED{'' if self._is_over else ', training continues'}: {saved.failure.on_command_line()}"
                 )
             else:
                 self.num_saved += 1
                 self.saved = saved.step
+                self._note("saved", saved.step)
                 if saved.note:
                     self.say(saved.note)
         for saved in self.memory.take_results() if self.memory is not None else ():
             if saved.failure is not None:
                 self.say(f"NOT SAVED TO MEMORY, training continues: {saved.failure.on_command_line()}")
+
+    def _note(self, event: Event, step: int, reason: str = "") -> None:
+        if self.directory is not None and self.run.is_main:
+            append_event(self.directory, event, step, reason)
 
     def summary(self) -> dict[str, Any]:
         """The part of the run's summary that is about saves."""
@@ -304,16 +346,16 @@ def reject_other_data(manifest: Manifest, job: Job, store: Store) -> str:
     return found
 
 
-def memory_folder_prefix(directory: Path) -> str:
-    """The prefix of the memory folder of a run without a launcher. It follows from the run directory, so that the same
-    command finds the folder again."""
-    name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
+def memory_folder_prefix(directory: Path, host: str = "") -> str:
+    """The prefix of the memory folder of a run without a launcher on this host. It follows from the run directory and
+    the name of the host in --hosts, so that the same command finds the folder again."""
+    name = hashlib.sha256(f"{directory.resolve()}{host and f' {host}'}".encode()).hexdigest()[:16]
     return f"shoal-run-{os.geteuid()}-{name}-"
 
 
-def _memory_root(given: Path | None, memory_dir: str, directory: Path, saves_to: str, say: Say) -> Path:
+def _memory_root(given: Path | None, memory_dir: str, prefix: str, saves_to: str, say: Say) -> Path:
     """The memory folder of this run: the launcher's, or its own, which is private to this user."""
-    root = given or own_folder(memory_dir, memory_folder_prefix(directory), say)
+    root = given or own_folder(memory_dir, prefix, say)
     with memory_folder(str(root.parent)) as parent, PrivateFolder(root.name, parent=parent) as folder:
         folder.write(DISK, place_of(saves_to).encode())
     return root
@@ -324,7 +366,7 @@ def _reject_several_hosts(run: Run) -> None:
         raise ShoalError(
             f"checkpoint.memory_every must be 0step where ranks are on several hosts, got {run.world.local_size} of"
             f" {run.world.size} ranks on this host",
-            fix="--checkpoint.memory_every 0step --checkpoint.every 100step",
+            fix="`shoal train --hosts`, which copies them to another host; or --checkpoint.memory_every 0step",
             code="C030",
         )
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shoal.checkpoint.peers.host_ranks import HostRanks, on_leaders
 from shoal.checkpoint.storage.manifest import Manifest
 from shoal.comm.all_or_none import on_main
 from shoal.comm.world import World
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
+from shoal.observe.events import append_event
 from shoal.observe.progress import ProgressLine
 from shoal.observe.run_directory import RunDirectory
+from shoal.train.recipe.invocation import RunInvocation
 from shoal.train.recipe.preflight import Job, steps_of
 from shoal.train.recipe.saving.autosave import Autosaver
+from shoal.train.recipe.saving.host_storage import claim_directories
 from shoal.train.recipe.saving.start_weights import check_start_from, start_with_weights
 from shoal.train.run import Run
 
@@ -101,31 +104,24 @@ class RunStorage(NoStorage):
         return self._autosaver.summary()
 
 
-def open_storage(
-    run: Run,
-    job: Job,
-    line: ProgressLine,
-    *,
-    resume: str,
-    generation: int,
-    memory_root: Path | None,
-    command: str = "",
-    is_replacement: bool = False,
-) -> RunStorage:
-    """Claim the run directory and load the step to resume from. Every rank calls it; all raise or none does.
-
-    `is_replacement`: the directory is that of this very job, which has trained there before one worker was replaced.
-    """
-    resume = "auto" if generation else "fresh" if job.recipe.run.overwrite else resume
+def open_storage(run: Run, job: Job, line: ProgressLine, invocation: RunInvocation) -> RunStorage:
+    """Claim the run directory and load the step to resume from. Every rank calls it; all raise or none does."""
+    host, command, is_restart = invocation.host, invocation.command, invocation.generation > 0
+    is_first = not invocation.is_replacement  # else this very job has trained in the directory before
+    resume = "auto" if is_restart else "fresh" if job.recipe.run.overwrite else invocation.resume
     if job.recipe.run.start_from is not None:
         check_start_from(run, job.recipe, is_fresh=resume == "fresh")  # before anything is removed
-    known = partial(RunDirectory.claim_again, job.recipe, command)
-    anew = partial(RunDirectory.claim, job.recipe, resume, command=command, is_restart=generation > 0)
-    directory = _claim_directory(run.world, known if is_replacement else anew)
+    hosts = HostRanks.shared(run.world) if host is None else host.of_disk(run.world)
+    if is_first:
+        directory = claim_directories(run.world, job.recipe, resume, hosts, command=command, is_restart=is_restart)
+    else:
+        directory = _claim_again(run.world, job.recipe, command)
     autosaver: Autosaver | None = None
     try:
-        autosaver = Autosaver.of(run, job, directory=directory.path, memory_root=memory_root, say=line.say)
-        if not is_replacement:
+        autosaver = Autosaver.of(
+            run, job, directory=directory.path, memory_root=invocation.memory_root, say=line.say, host=host
+        )
+        if is_first:
             autosaver.check_free_space()
         autosaver.claim_store()
         resumes = may_resume(resume, directory, job.recipe)
@@ -139,9 +135,10 @@ def open_storage(
         if not resumes:
             autosaver.reset()
         # All checks have passed. No file of metrics is opened before this.
-        directory.evaluation = on_main(
+        directory.evaluation = on_leaders(
             run.world,
-            lambda: _begin(directory, job, run.steps_done, writes_recipe=not is_replacement),
+            hosts,
+            lambda: _begin(directory, job, run.steps_done, restarts=invocation.generation, writes_recipe=is_first),
             failed=f"the run directory {str(directory.path)!r} cannot be written",
             fix="--run.dir WRITABLE_DIRECTORY",
         )
@@ -179,23 +176,27 @@ def _reject_shorter_duration(run: Run, job: Job, directory: RunDirectory) -> Non
         )
 
 
-def _begin(directory: RunDirectory, job: Job, steps_done: int, *, writes_recipe: bool) -> tuple[int, float] | None:
+def _begin(
+    directory: RunDirectory, job: Job, steps_done: int, *, restarts: int, writes_recipe: bool
+) -> tuple[int, float] | None:
     """Write the recipe, drop metrics of steps that will be repeated; returns the last evaluation that stays."""
     if writes_recipe:
         directory.begin(job.recipe)
+        reason = f"restart {restarts}" if restarts else ""
+        append_event(directory.path, "resumed" if steps_done or restarts else "started", steps_done, reason)
     # A run that resumes at its end reports its evaluation once more.
     directory.drop_metrics_after(steps_done, and_its_evaluation=steps_done == steps_of(job))
     return directory.last_evaluation()
 
 
-def _claim_directory(world: World, claim: Callable[[], RunDirectory]) -> RunDirectory:
-    """Claim the run directory on the main rank; if that fails, raise on every rank."""
+def _claim_again(world: World, recipe: Recipe, command: str) -> RunDirectory:
+    """The run directory of this job, after a worker was replaced; if that fails, raise on every rank."""
     own: list[RunDirectory] = []
 
     def act() -> tuple[Path, bool]:
-        own.append(claim())
+        own.append(RunDirectory.claim_again(recipe, command))
         return own[0].path, own[0].resumes
 
     fix = "--run.dir WRITABLE_DIRECTORY"
-    path, goes_on = on_main(world, act, failed="the run directory cannot be created", fix=fix)
-    return own[0] if own else RunDirectory(path, resumes=goes_on)
+    path, resumes = on_main(world, act, failed="the run directory cannot be created", fix=fix)
+    return own[0] if own else RunDirectory(path, resumes=resumes)

@@ -1,8 +1,4 @@
-"""torch's TCPStore in a child of the coordinator, on one interface. Workers find each other through it.
-
-The store has threads, and a process with threads cannot fork safely. It also needs torch, which takes seconds to load;
-the child loads it while the agents do. The socket listens before that, so no worker fails to connect.
-"""
+"""The child of the coordinator that serves the store, so that ranks wait for no other work of the coordinator."""
 
 from __future__ import annotations
 
@@ -11,12 +7,14 @@ import json
 import os
 import signal
 import socket
+import sys
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 
+from shoal.launch.hosts.door import Door
 from shoal.launch.hosts.lifetime import forked
 from shoal.launch.hosts.messages import Message
+from shoal.launch.hosts.store.server import StoreServer, store_key
 
 
 @dataclass(slots=True)
@@ -33,13 +31,14 @@ class StoreProcess:
         listening = socket.create_server((host, port), backlog=4096)
         orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         address = (host, int(listening.getsockname()[1]))
-        pid = forked(partial(_serve, listening, theirs, address, key))
+        theirs.setblocking(False)
+        pid = forked(partial(_serve, listening, theirs, store_key(key)))
         listening.close()
         theirs.close()
         return cls(address, pid, orders)
 
     def publish(self, members: Message) -> None:
-        """Write members, generation and plan to the store, sealed with the key of the run."""
+        """Write members, generation and plan to the store."""
         with contextlib.suppress(OSError):
             self.orders.send(json.dumps(members).encode())
 
@@ -60,17 +59,18 @@ def close_all_but(*kept: int) -> None:
                 os.close(int(name))
 
 
-def _serve(listening: socket.socket, orders: socket.socket, address: tuple[str, int], key: bytes) -> int:
+def _serve(listening: socket.socket, orders: socket.socket, key: bytes) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     close_all_but(listening.fileno(), orders.fileno())
-    import torch.distributed as dist
+    server = StoreServer(Door(listening, key, _say))
+    while True:
+        server.turn(orders)
+        with contextlib.suppress(BlockingIOError):
+            data = orders.recv(2**20)
+            if not data:
+                return 0
+            server.values["members"] = data
 
-    from shoal.comm.rendezvous.authenticated_store import SealedStore
 
-    store = dist.TCPStore(
-        *(*address, None, True, timedelta(seconds=60)), wait_for_workers=False, master_listen_fd=listening.detach()
-    )
-    sealed = SealedStore(store, key)
-    while data := orders.recv(2**20):
-        sealed.set("members", data)
-    return 0
+def _say(text: str) -> None:
+    print(f"shoal: store: {text}", file=sys.stderr, flush=True)

@@ -13,8 +13,9 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from shoal.blueprint.faults import GENERATION, MISMATCHES, VARIABLE, Fault, Faults
+from shoal.blueprint.faults import FLIPS, GENERATION, MISMATCHES, VARIABLE, Fault, Faults
 from shoal.comm.heartbeat.heart import heart
 from shoal.train.run import Run
 
@@ -30,6 +31,7 @@ def inject_faults(run: Run, generation: int) -> None:
     mismatches = [fault for fault in everywhere if fault.kind in MISMATCHES and fault.generation in (None, generation)]
     if not faults.ordered and not mismatches:
         return
+    _flip_gradients(run, faults)
 
     def fail() -> None:
         step = run.steps_done + 1
@@ -44,6 +46,26 @@ def inject_faults(run: Run, generation: int) -> None:
                 _mismatch(run, fault)
 
     run.on_gradients = fail
+
+
+def _flip_gradients(run: Run, faults: Faults) -> None:
+    """Flip a bit of the first parameter's gradient as it is computed; its peers get it with the average."""
+    flips = [fault for fault in faults.ordered if fault.kind in FLIPS]
+    if not flips:
+        return
+    done: set[Fault] = set()
+
+    def flip(gradient: Tensor) -> Tensor:
+        step = run.steps_done + 1
+        for fault in flips:
+            is_due = fault.step == step if fault.kind == "flip_gradient_at" else step >= (fault.step or 0)
+            if is_due and (fault.kind == "flip_gradient_from" or fault not in done):
+                done.add(fault)
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+                gradient.view(-1)[:1].view(torch.uint8)[-1:].bitwise_xor_(1)  # of the exponent: a visible error
+        return gradient
+
+    next(iter(run.composed.named.values())).register_hook(flip)
 
 
 def _log(faults: Faults, mismatches: list[Fault], rank: int, step: int) -> None:

@@ -1,0 +1,67 @@
+"""`shoal train --hosts --store etcd://...`: lead a run, or wait to take it over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from shoal.cli.agent.keys import shared_key
+from shoal.errors import ShoalError
+from shoal.launch.hosts.coordinator import Coordinator
+from shoal.launch.hosts.etcd.client import Etcd
+from shoal.launch.hosts.etcd.leadership import Leadership, LostLead
+from shoal.launch.hosts.generation import Job
+from shoal.launch.hosts.ssh import NOBODY
+
+
+def lead(
+    url: str,
+    ssh: str,
+    job: Job,
+    coordinated: Callable[[Job], AbstractContextManager[Coordinator]],
+    train: Callable[..., Any],
+) -> Any:
+    """Return the value of rank 0 when this coordinator has led the run to its end; None: another one has."""
+    if ssh != NOBODY:
+        raise ShoalError(
+            "--store needs agents that outlive a coordinator, but --ssh would start them from this host",
+            fix="--ssh none, and on each host: shoal agent --store URL --name NAME, with the same SHOAL_KEY",
+            code="N097",
+        )
+    leadership = Leadership(Etcd.at(url), shared_key().secret)
+    while True:
+        try:
+            with coordinated(job) as coordinator:
+                if not leadership.wait_to_lead(coordinator.address, _say, coordinator.raise_on_signal):
+                    _say("the run has ended under another coordinator")
+                    return None
+                return _led(leadership, coordinator, train)
+        except LostLead as error:
+            _say(f"{error}\n  waiting to take over again")
+
+
+def _led(leadership: Leadership, coordinator: Coordinator, train: Callable[..., Any]) -> Any:
+    """Lead the run: from the last generation that was recorded, if it has not ended."""
+    has_ended = True
+    coordinator.members.each_turn = leadership.renew
+    coordinator.record = leadership.write
+    try:
+        state = leadership.state()
+        if state and not state.get("has_ended"):
+            hosts = ", ".join(name for name, _ in state["hosts"])
+            _say(f"taking over generation {state['generation']} of hosts {hosts}: {state['plan']}")
+            coordinator.job = replace(coordinator.job, name=str(state["job"]))
+            coordinator.continue_from(state)
+        return train(coordinator.run, sleep=coordinator.pause)
+    except LostLead:
+        has_ended = False
+        raise
+    finally:
+        leadership.end(has_ended=has_ended)
+
+
+def _say(text: str) -> None:
+    print(f"shoal: {text}", file=sys.stderr, flush=True)

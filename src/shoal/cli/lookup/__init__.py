@@ -1,0 +1,1 @@
+"""Verbs that print what shoal knows: codes of errors, settings of recipes, names of presets."""

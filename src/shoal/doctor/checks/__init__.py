@@ -1,0 +1,1 @@
+"""Checks of one host, by subject. Each returns findings; none changes anything."""

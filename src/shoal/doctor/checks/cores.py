@@ -1,0 +1,95 @@
+"""Checks of the cores that this process may use, of the clock, and of the right to read stacks."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shoal.doctor.bounded import Check
+from shoal.doctor.finding import Finding, counted, hint, ok, warning
+from shoal.errors import to_install
+from shoal.launch import cgroup
+
+UNSYNCHRONIZED = 5
+"""TIME_ERROR of adjtimex(2)."""
+OLDEST = 1767225600
+"""2026: a clock before it was never set."""
+
+
+def checks() -> Iterator[Check]:
+    """The checks of cores, clock and stacks."""
+    yield Check("cores", cores)
+    yield Check("clock", clock)
+    yield Check("stacks", stacks)
+
+
+def usable() -> tuple[float, str]:
+    """Cores that this process may use, and what limits them."""
+    mask = len(os.sched_getaffinity(0))
+    quota = cgroup.cores()
+    if quota is not None and quota < mask:
+        return quota, f"the control group's cpu.max is {quota:g} of {counted(os.cpu_count() or mask, 'core')}"
+    return mask, f"{mask} of {counted(os.cpu_count() or mask, 'core')} in the affinity mask"
+
+
+def whole() -> int:
+    """The same as a whole number, at least 1."""
+    return max(1, math.floor(usable()[0]))
+
+
+def cores() -> Iterator[Finding]:
+    """Launchers and containers pin processes to fewer cores than the host has."""
+    number, why = usable()
+    all_cores = os.cpu_count() or 1
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > number:
+        evidence = f"OMP_NUM_THREADS={threads} is more than the {number:g} usable cores: threads wait for each other"
+        yield warning("cores", evidence, f"export OMP_NUM_THREADS={whole()}")
+    elif number <= all_cores / 4:
+        is_mask = "mask" in why
+        fix = f"taskset -cp 0-{all_cores - 1} $$" if is_mask else f"docker run --cpus={all_cores} ...   # or cpu.max"
+        yield warning("cores", why, fix)
+    else:
+        load = os.getloadavg()[0]
+        busy = f"; load {load:.1f}: other programs compute" if load > 2 * number else ""
+        yield hint("cores", why + busy, "top") if busy else ok("cores", why)
+
+
+def clock() -> Iterator[Finding]:
+    """Clocks that differ between hosts confuse logs and torchrun's rendezvous. shoal's waits do not use them."""
+    if time.time() < OLDEST:
+        yield warning("clock", f"it says {time.strftime('%Y-%m-%d')}", "sudo timedatectl set-ntp true")
+    elif _clock_state() == UNSYNCHRONIZED:
+        yield hint("clock", "not synchronized with a time server", "sudo timedatectl set-ntp true")
+    else:
+        yield ok("clock", time.strftime("%Y-%m-%d %H:%M:%S %z"))
+
+
+def _clock_state() -> int:
+    """The answer of adjtimex(2), which changes nothing with modes=0; -1: this process may not call it."""
+    try:
+        return int(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(1024)))
+    except (OSError, AttributeError):
+        return -1
+
+
+def stacks() -> Iterator[Finding]:
+    """py-spy reads the stack of a rank that does not answer; Yama may forbid it."""
+    try:
+        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+    except (OSError, ValueError):
+        scope = 0
+    if shutil.which("py-spy") is None:
+        yield hint(
+            "stacks", "py-spy is missing: ranks that hold the GIL are named without a stack", to_install("debug")
+        )
+    elif scope and os.geteuid() != 0:
+        evidence = f"kernel.yama.ptrace_scope={scope}: py-spy may not read the stacks of other processes"
+        yield hint("stacks", evidence, "sudo sysctl -w kernel.yama.ptrace_scope=0")
+    else:
+        yield ok("stacks", "py-spy may read the stacks of ranks")

@@ -1,0 +1,112 @@
+"""What NVML says of the GPUs, through ctypes: no package is needed, and no CUDA context is made.
+
+NVML can hang on a sick node, and may crash. So it is called in a child process alone (`bounded`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+LIBRARY = "libnvidia-ml.so.1"
+SLOWED = {
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake of the rack",
+}
+"""Reasons for low clocks that show a fault. Low clocks of an idle GPU (0x01) and the power cap (0x04) are usual."""
+_UNCORRECTED, _SINCE_REBOOT = 1, 0
+
+
+class NvmlError(Exception):
+    """NVML answers with an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU."""
+
+    name: str
+    memory: int
+    free: int
+    ecc_errors: int
+    """Uncorrected errors of its memory since the last reboot."""
+    remap_pending: bool
+    """A row of its memory is replaced at the next reset."""
+    slowed_by: tuple[str, ...]
+    temperature: int
+    utilization: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Driver:
+    """The driver and its GPUs."""
+
+    version: str
+    cuda: tuple[int, int]
+    """The newest CUDA that it runs."""
+    gpus: tuple[Gpu, ...]
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint) for name in ("gpu", "memory")]
+
+
+def read_driver(library: Any = None) -> Driver:
+    """All facts; `OSError` if there is no NVML, `NvmlError` if it fails."""
+    lib = library if library is not None else ctypes.CDLL(LIBRARY)
+    lib.nvmlErrorString.restype = ctypes.c_char_p
+    _call(lib, "nvmlInit_v2")
+    version = ctypes.create_string_buffer(96)
+    _call(lib, "nvmlSystemGetDriverVersion", version, ctypes.c_uint(96))
+    cuda, count = ctypes.c_int(), ctypes.c_uint()
+    _call(lib, "nvmlSystemGetCudaDriverVersion_v2", ctypes.byref(cuda))
+    _call(lib, "nvmlDeviceGetCount_v2", ctypes.byref(count))
+    gpus = tuple(_gpu(lib, index) for index in range(count.value))
+    return Driver(version=version.value.decode(), cuda=(cuda.value // 1000, cuda.value % 1000 // 10), gpus=gpus)
+
+
+def _gpu(lib: Any, index: int) -> Gpu:
+    handle = ctypes.c_void_p()
+    _call(lib, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+    name = ctypes.create_string_buffer(96)
+    _call(lib, "nvmlDeviceGetName", handle, name, ctypes.c_uint(96))
+    memory, used = _Memory(), _Utilization()
+    _call(lib, "nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+    _try(lib, "nvmlDeviceGetUtilizationRates", handle, ctypes.byref(used))
+    ecc, reasons, degrees = ctypes.c_ulonglong(), ctypes.c_ulonglong(), ctypes.c_uint()
+    _try(lib, "nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _SINCE_REBOOT, ctypes.byref(ecc))
+    _try(lib, "nvmlDeviceGetCurrentClocksThrottleReasons", handle, ctypes.byref(reasons))
+    _try(lib, "nvmlDeviceGetTemperature", handle, 0, ctypes.byref(degrees))
+    rows = [ctypes.c_uint() for _ in range(4)]
+    _try(lib, "nvmlDeviceGetRemappedRows", handle, *map(ctypes.byref, rows))
+    return Gpu(
+        name=name.value.decode(),
+        memory=memory.total,
+        free=memory.free,
+        ecc_errors=ecc.value,
+        remap_pending=bool(rows[2].value or rows[3].value),
+        slowed_by=tuple(word for bit, word in SLOWED.items() if reasons.value & bit),
+        temperature=degrees.value,
+        utilization=used.gpu,
+    )
+
+
+def _call(lib: Any, name: str, *arguments: Any) -> None:
+    code = getattr(lib, name)(*arguments)
+    if code:
+        said = lib.nvmlErrorString(code)
+        raise NvmlError(said.decode() if isinstance(said, bytes) else f"{name}: error {code}")
+
+
+def _try(lib: Any, name: str, *arguments: Any) -> None:
+    """The same for facts that not every GPU has; the result stays 0."""
+    function = getattr(lib, name, None)
+    if function is not None:
+        function(*arguments)

@@ -1,0 +1,257 @@
+"""Checks between hosts: a process on each, started as `shoal train --hosts` starts its agents, connects to all others.
+
+Each ordered pair is tried, since firewalls and routes may differ by direction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.doctor.checks.versions import MUST_AGREE
+from shoal.doctor.finding import Finding, ok, size, warning, will_fail
+from shoal.doctor.link import LENGTH
+from shoal.doctor.link import SECONDS as LINK_SECONDS
+from shoal.doctor.peer import MARK
+from shoal.errors import ShoalError
+from shoal.launch.hosts.hostlist import HostSpec
+from shoal.launch.hosts.ssh import NOBODY, SSH, Command, python_command, why_ended
+
+START_SECONDS = 20.0
+APART = 2.0
+"""Seconds between two clocks from which logs of hosts cannot be compared."""
+SLOWER = 4.0
+"""A link is slow if the median one is so many times as fast, and it has less than a gigabit."""
+GIGABIT = 125e6
+
+
+@dataclass(slots=True)
+class Peer:
+    """The doctor's process on one host."""
+
+    spec: HostSpec
+    command: Command
+    facts: Mapping[str, str] = field(default_factory=dict)
+    port: int = 0
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The name of the host, without a user."""
+        return self.spec.bare_name
+
+    def ask(self, **asked: Any) -> None:
+        """Send a request."""
+        assert self.command.process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended: there will be no answer
+            self.command.process.stdin.write(json.dumps(asked).encode() + b"\n")
+            self.command.process.stdin.flush()
+
+    def answer(self, seconds: float) -> dict[str, Any] | None:
+        """The answer to the oldest request; None: there is none."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.command.read()
+            for line in bytes(self.command.said).splitlines(keepends=True):
+                if line.startswith(MARK.encode()) and line.endswith(b"\n"):
+                    del self.command.said[: self.command.said.index(line) + len(line)]
+                    found: dict[str, Any] = json.loads(line)["peer"]
+                    return found
+            if self.command.process.poll() is not None:
+                self.command.read()
+                if MARK.encode() not in self.command.said:
+                    return None
+            time.sleep(0.005)
+        return None
+
+
+def check_hosts(hosts: Sequence[HostSpec], ssh: str | None = None) -> list[Finding]:
+    """The findings of all hosts and of the connections between them."""
+    template = ssh or os.environ.get("SHOAL_SSH") or SSH
+    if template == NOBODY:
+        raise ShoalError("--ssh none starts nothing on other hosts", fix="shoal doctor, on each host", code="N102")
+    peers = [_start(host, template) for host in hosts]
+    try:
+        for peer in peers:
+            peer.ask(token=_TOKEN.hex())
+        found = [finding for peer in peers for finding in _join(peer)]
+        there = [peer for peer in peers if peer.port]
+        found += _compare_versions(there)
+        found += _compare_clocks(there)
+        found += _connect(there)
+        found += _shared_directory(there)
+        return [*found, *_merged(there)]
+    finally:
+        for peer in peers:
+            assert peer.command.process.stdin is not None
+            with contextlib.suppress(OSError):
+                peer.command.process.stdin.close()
+            peer.command.end(0.5)
+
+
+_TOKEN = secrets.token_bytes(16)
+
+
+def _merged(peers: Sequence[Peer]) -> Iterator[Finding]:
+    """The findings of other hosts, with the names of all that have the same one."""
+    by_finding: dict[Finding, list[str]] = {}
+    for peer in peers:
+        for each in peer.findings if not peer.spec.is_local else ():
+            by_finding.setdefault(each, []).append(peer.name)
+    for finding, names in by_finding.items():
+        yield finding.on(", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else ""))
+
+
+def _start(host: HostSpec, template: str) -> Peer:
+    words = [sys.executable, "-m", "shoal.doctor.peer"]
+    if not host.is_local:
+        words = python_command(host, "-m shoal.doctor.peer", template)
+    try:
+        process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
+        )
+    except OSError as error:
+        what = f"{words[0]!r} cannot be started: {error.strerror}"
+        raise ShoalError(what, fix=f"--ssh 'COMMAND {{host}}'; the default is {SSH!r}", code="N054") from None
+    assert process.stdout is not None
+    os.set_blocking(process.stdout.fileno(), False)
+    return Peer(host, Command(host, words, process))
+
+
+def _join(peer: Peer) -> Iterator[Finding]:
+    """Read the first answer of a host."""
+    said = peer.answer(START_SECONDS)
+    if said is not None:
+        peer.facts, peer.port = said["facts"], int(said["port"])
+        peer.findings = [Finding.parse(each) for each in said["findings"]]
+        return
+    if peer.command.process.poll() is None:
+        fix = f"ssh {peer.spec.name} true   # must work without a password"
+        yield will_fail("ssh", f"{peer.name} gave no answer for {START_SECONDS:g} s", fix)
+        return
+    problem = why_ended(peer.command).problems[0]
+    yield will_fail("ssh", f"{problem.what.splitlines()[0]} [{problem.code}]", problem.fix)
+
+
+def _compare_versions(peers: Sequence[Peer]) -> Iterator[Finding]:
+    """Name versions that differ, each with its hosts."""
+    names = list(dict.fromkeys(name for peer in peers for name in peer.facts))
+    differing = [name for name in names if len({peer.facts.get(name, "none") for peer in peers}) > 1]
+    for name in differing:
+        here = {peer.name: peer.facts.get(name, "none") for peer in peers}
+        usual = Counter(here.values()).most_common(1)[0][0]
+        evidence = f"{name}: " + ", ".join(f"{host} has {version}" for host, version in here.items())
+        if name in MUST_AGREE:
+            others = [host for host, version in here.items() if version != usual]
+            fix = f"ssh {others[0]} {sys.executable} -m pip install '{name}=={usual}'"
+            yield will_fail(
+                "versions", evidence, fix if name in ("torch", "shoal") else f"install {name} {usual} there"
+            )
+        else:
+            yield warning("versions", evidence, "install the same everywhere, if results differ between hosts")
+    if not differing and len(peers) > 1:
+        yield ok("versions", f"{', '.join(names)} are the same on {len(peers)} hosts")
+
+
+def _compare_clocks(peers: Sequence[Peer]) -> Iterator[Finding]:
+    offsets = {}
+    for peer in peers:
+        began = time.time()
+        peer.ask(clock=True)
+        said = peer.answer(LINK_SECONDS)
+        if said is not None:
+            offsets[peer.name] = float(said["clock"]) - (began + time.time()) / 2
+    if len(offsets) < 2:
+        return
+    early, late = (pick(offsets, key=lambda name: offsets[name]) for pick in (min, max))
+    apart = offsets[late] - offsets[early]
+    if apart > APART:
+        evidence = f"the clock of {late} is {apart:,.0f} s ahead of that of {early}"
+        yield warning("clock", evidence, "sudo timedatectl set-ntp true   # on both")
+    else:
+        yield ok("clock", f"the clocks differ by at most {apart:.2f} s")
+
+
+def _connect(peers: Sequence[Peer]) -> Iterator[Finding]:
+    """Connect each host to each other one, in both directions."""
+    links: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for peer in peers:  # one after the other: links are measured alone
+        targets = [each for each in peers if each is not peer]
+        peer.ask(reach=[[each.name, each.port] for each in targets])
+        said = peer.answer(2 + 3 * LINK_SECONDS * len(targets))
+        results = said["reached"] if said else [{"failed": "connect", "why": "the host gave no answer"}] * len(targets)
+        links |= {(peer.name, each.name): result for each, result in zip(targets, results, strict=True)}
+    for (source, target), found in links.items():
+        if found["failed"]:
+            yield _broken(source, target, found)
+    rates = {pair: found["rate"] for pair, found in links.items() if not found["failed"]}
+    if not rates:
+        return
+    usual = statistics.median_high(rates.values())
+    for (source, target), rate in rates.items():
+        if rate * SLOWER < usual and rate < GIGABIT:
+            evidence = f"{source} → {target} has {rate / 1e6:,.0f} MB/s, the median link {usual / 1e6:,.0f} MB/s"
+            yield warning("connections", evidence, f"ethtool {links[source, target]['interface'] or 'eth0'}   # duplex")
+    if len(rates) == len(links):
+        slowest = min(rates, key=lambda pair: rates[pair])
+        delay = max(found["seconds"] for found in links.values())
+        said_rate = f"slowest {slowest[0]} → {slowest[1]}, {rates[slowest] / 1e6:,.0f} MB/s"
+        evidence = f"all {len(links)} open at free ports; {said_rate}; round trips of at most {delay * 1e3:.1f} ms"
+        yield ok("connections", evidence)
+
+
+def _broken(source: str, target: str, found: Mapping[str, Any]) -> Finding:
+    pair, why = f"{source} → {target}", found["why"]
+    interface = found.get("interface") or "eth0"
+    at = f"{found.get('address') or target}"
+    match found["failed"]:
+        case "name":
+            shown = f" ({found['address']})" if found.get("address") else ""
+            evidence = f"{source} does not find {target}{shown}: {why}"
+            return will_fail("host name", evidence, f"ssh {source} sudo vi /etc/hosts   # the address of {target}")
+        case "large":
+            evidence = f"{pair} connects, but {size(LENGTH)} do not arrive: {why}; packets of full size are lost (MTU)"
+            return will_fail("connections", evidence, f"sudo ip link set {interface} mtu 1500   # on both hosts")
+        case _:
+            evidence = f"{pair} cannot connect to a free port of {at}: {why}"
+            fix = (
+                f"ssh {target} sudo ufw allow from ADDRESS_OF_{source}   # ranks listen at free ports; all must be open"
+            )
+            return will_fail("connections", evidence, fix)
+
+
+def _shared_directory(peers: Sequence[Peer]) -> Iterator[Finding]:
+    """A file that is written here must be seen by all hosts: checkpoints need a shared directory."""
+    others = [peer for peer in peers if not peer.spec.is_local]
+    if not others:
+        return
+    text = secrets.token_hex(16)
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix=".shoal-doctor-", dir=Path.cwd()) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            for peer in others:
+                peer.ask(see=file.name, text=text)
+            answers = {peer.name: peer.answer(LINK_SECONDS) for peer in others}
+    except OSError as error:
+        yield will_fail("shared directory", f"{Path.cwd()}: {error.strerror}", "cd SOMEWHERE_ELSE")
+        return
+    blind = [name for name, said in answers.items() if not (said and said["sees"])]
+    if blind:
+        evidence = f"{', '.join(blind)} does not see what this host writes to {Path.cwd()}"
+        yield warning("shared directory", evidence, "--checkpoint.dir A_SHARED_DIRECTORY   # or s3://bucket/run")
+    else:
+        yield ok("shared directory", f"{Path.cwd()} is the same on all hosts")

@@ -1,0 +1,205 @@
+"""Checks of a run from its directory: is it alive, does it move, and which rank do the others wait for.
+
+The process that holds the lock of the directory is rank 0. It has mapped the board on which all ranks of its host
+write their heartbeats (`shoal.comm.heartbeat`), and each rank holds its file for stacks open. So the kernel's tables
+lead from the directory to the board and to the process of each rank; nothing has to be registered by a run.
+
+    runs/tiny/lock ──/proc/locks──► process of rank 0 ──/proc/PID/maps──► heartbeats
+                                                    other processes ──/proc/PID/fd──► stacks-1.txt: rank 1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.doctor.finding import Finding, ok, warning, will_fail
+from shoal.errors import ShoalError
+from shoal.files import opened
+from shoal.safe_parsing import parse_yaml, read_text
+
+WINDOW = 1.5
+"""Seconds for which ranks are observed."""
+LAST = 2**16
+"""Bytes at the end of metrics.jsonl that are read."""
+
+
+def check_run(path: Path) -> list[Finding]:
+    """The findings of the run in a directory."""
+    if not (path / "environment.json").is_file():
+        fix = "shoal doctor runs/NAME   # or: shoal doctor RECIPE"
+        raise ShoalError(f"{str(path)!r} holds no run of shoal", fix=fix, code="N100")
+    found = list(_progress(path))
+    pid = holder_of(path / "lock")
+    if pid is None:
+        return [*_ended(path), *found]
+    board = board_of(pid)
+    if board is None:
+        return [ok("process", f"process {pid} holds the run; it is one rank, or another launcher's"), *found]
+    return [*_ranks(path, board), *found]
+
+
+def _progress(path: Path) -> Iterator[Finding]:
+    """The last step, its age, and its loss."""
+    last = last_metrics(path)
+    if last is None:
+        yield ok("progress", "no step has been logged")
+        return
+    age = time.time() - (path / "metrics.jsonl").stat().st_mtime
+    evidence = f"step {last.get('step')} was logged {_ago(age)}; loss {last.get('loss')}"
+    if isinstance(last.get("loss"), str):  # as metrics write a number that is not finite
+        yield will_fail("progress", evidence, "--run.on_nan skip   # and a lower --optim.lr; shoal explain T001")
+    else:
+        yield ok("progress", evidence)
+
+
+def _ended(path: Path) -> Iterator[Finding]:
+    """Why no process holds the run."""
+    summary = path / "summary.json"
+    if summary.is_file():
+        said = _mapping(summary)
+        how = "was stopped by a signal" if said.get("was_stopped") else "reached its end"
+        yield ok("process", f"the run {how} at step {said.get('steps')}")
+        return
+    evidence = "no process holds the run, and it has no summary: it was killed, or failed"
+    yield will_fail("process", evidence, f"shoal train {path / 'recipe.yaml'}   # resumes from the last checkpoint")
+
+
+def _ranks(path: Path, board_path: Path) -> Iterator[Finding]:
+    """Observe all ranks for a moment, and name the one that holds up the others."""
+    from shoal.comm.heartbeat.board import PARTS, SLOT, HeartbeatBoard
+
+    size = board_path.stat().st_size // (PARTS * 2 * SLOT)
+    board = HeartbeatBoard(board_path, size)
+    pids = ranks_of(board_path.parent)
+    before = {index: board.read(index) for index in range(size)}
+    time.sleep(WINDOW)
+    after = {index: board.read(index) for index in range(size)}
+    silent = [index for index, beat in after.items() if beat is None]
+    if silent:
+        yield warning("ranks", f"ranks {_listed(silent)} of {size} have not started to beat", "wait, and look again")
+        return
+    beats = {index: beat for index, beat in after.items() if beat is not None}
+    yield from _judged(path, before, beats, pids)
+
+
+def _judged(
+    path: Path, before: Mapping[int, Any], after: Mapping[int, dict[str, Any]], pids: Mapping[int, int]
+) -> Iterator[Finding]:
+    from shoal.launch.watch.reading import progress_of, read_state
+
+    phases = ", ".join(sorted({f"{beat['phase']} {beat['step']}" for beat in after.values()}))
+    moving = [rank for rank, beat in after.items() if before[rank] and progress_of(before[rank]) != progress_of(beat)]
+    states = {rank: read_state(pid).letter for rank, pid in pids.items()}
+    stopped = [rank for rank, letter in states.items() if letter == "T"]
+    if stopped:
+        evidence = f"rank {_listed(stopped)} is stopped by a signal (process {pids[stopped[0]]}); the others wait"
+        yield will_fail("ranks", evidence, f"kill -CONT {pids[stopped[0]]}")
+    elif moving:
+        yield ok("ranks", f"{len(moving)} of {len(after)} ranks move ({phases})")
+    else:
+        yield _verdict(path, after, pids, phases)
+
+
+def _verdict(path: Path, after: Mapping[int, dict[str, Any]], pids: Mapping[int, int], phases: str) -> Finding:
+    """The verdict of the launcher's own rules, on ranks of which none has moved."""
+    from shoal.launch.watch.reading import Reading, read_state
+    from shoal.launch.watch.report import problem_of
+    from shoal.launch.watch.thresholds import Thresholds
+    from shoal.launch.watch.verdict import verdict
+
+    now = time.monotonic()
+    still = max(WINDOW, _age(path / "metrics.jsonl"))
+    timeout = float(_timeout(path))
+    readings = {rank: Reading.parse(beat, age=now - float(beat["beat"]), still=still) for rank, beat in after.items()}
+    states = {rank: read_state(pids[rank]) for rank in after if rank in pids}
+    found = verdict(readings, states, Thresholds(timeout))
+    where = next((f"py-spy dump --pid {pid}" for pid in pids.values()), "")
+    if found is None:
+        evidence = f"no rank moved for {WINDOW:g} s ({phases}), and no rank waits for another one"
+        return warning("ranks", evidence, f"wait, and look again; or {where}")
+    problem = problem_of(found, num_ranks=len(after), timeout=timeout)
+    look = f"py-spy dump --pid {pids[found.rank]}   # " if found.rank in pids else ""
+    return will_fail("ranks", f"{problem.what} [{problem.code}]", f"{look}{problem.fix}")
+
+
+def holder_of(lock: Path) -> int | None:
+    """The process that has locked a file; None: none has, or it is not visible here."""
+    try:
+        inode = lock.stat().st_ino
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    pids = [int(words[4]) for words in map(str.split, lines) if words[1] == "FLOCK" and words[5].endswith(f":{inode}")]
+    return next((pid for pid in pids if pid > 0 and Path(f"/proc/{pid}").exists()), None)
+
+
+def board_of(pid: int) -> Path | None:
+    """The board that a process has mapped; None: it has none, or belongs to another user."""
+    try:
+        text = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return None
+    found = re.search(r"(/\S*/shoal-launch-\S*/heartbeats)$", text, re.MULTILINE)
+    return Path(found[1]) if found and Path(found[1]).is_file() else None
+
+
+def ranks_of(folder: Path) -> dict[int, int]:
+    """Rank on this host → its process, by the file for its stacks."""
+    found: dict[int, int] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            for each in os.scandir(process / "fd"):
+                link = os.readlink(each.path)
+                name = re.fullmatch(rf"{re.escape(str(folder))}/stacks-(\d+)\.txt", link)
+                if name:
+                    found[int(name[1])] = int(process.name)
+    return dict(sorted(found.items()))
+
+
+def last_metrics(path: Path) -> dict[str, Any] | None:
+    """The last whole line of the metrics; None: there is none."""
+    with contextlib.suppress(OSError), opened(path / "metrics.jsonl") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - LAST))
+        for line in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict) and "step" in found:
+                    return found
+    return None
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_text(path, fix=""))
+    except (OSError, ValueError):  # a `ShoalError` is a ValueError
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _timeout(path: Path) -> float:
+    """`launch.timeout` of the stored recipe."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return float(parse_yaml(read_text(path / "recipe.yaml", fix=""), "recipe.yaml", fix="")["launch"]["timeout"])
+    return 600.0
+
+
+def _age(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds:.0f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

@@ -1,0 +1,92 @@
+"""Memory in use on this host and by its workers, sampled while they run.
+
+When the kernel has killed a process for lack of memory, its numbers are gone, and current use would be too low. So the
+launcher samples them in every turn.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.launch import cgroup
+
+SHORT_OF_MEMORY = 0.9  # of the host's memory in use
+
+
+@dataclass(slots=True)
+class Memory:
+    """The memory use of this host in the last seconds, and of each worker."""
+
+    total: int = 0
+    recent: tuple[int, ...] = ()
+    oom_kills_before: int | None = None
+    own_oom_kills_before: int | None = None
+    """Those of this control group; None: it has no counter."""
+    workers: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Rank → bytes in memory when first seen, and the most that was seen."""
+
+    def look(self, pids: Mapping[int, int] | None = None) -> None:
+        """Record the memory in use now, also of the processes of these ranks."""
+        if self.oom_kills_before is None:
+            self.oom_kills_before = _counter("/proc/vmstat", "oom_kill")
+            self.own_oom_kills_before = cgroup.oom_kills()
+        available = _counter("/proc/meminfo", "MemAvailable:") * 1024
+        self.total = _counter("/proc/meminfo", "MemTotal:") * 1024
+        self.recent = (*self.recent[-24:], self.total - available)
+        for rank, pid in (pids or {}).items():
+            if resident := resident_bytes(pid):
+                first, most = self.workers.get(rank, (resident, 0))
+                self.workers[rank] = (first, max(most, resident))
+
+    def explanation(self) -> str:
+        """The end of a sentence about a lack of host memory; empty: there was none."""
+        used = max(self.recent, default=0)
+        numbers = f"host memory in use was {used / 2**30:.1f} of {self.total / 2**30:.1f} GiB"
+        if self._group_killed():
+            most = cgroup.limit()
+            of = f"; its limit is {most / 2**30:.1f} GiB" if most else ""
+            return f": the kernel killed a process of this control group for lack of memory{of}; {numbers}"
+        if self._host_killed():
+            return f": the kernel killed a process for lack of memory; {numbers}"
+        return f"; {numbers}: it likely ran out" if used > SHORT_OF_MEMORY * self.total > 0 else ""
+
+    def has_run_out(self) -> bool:
+        """Whether the kernel has killed a process for lack of memory since the first look."""
+        return self._group_killed() or self._host_killed()
+
+    def of_worker(self, rank: int) -> dict[str, int]:
+        """Bytes of a worker: `outside` of tensors, when it started; in `total`; and the `limit` of each worker."""
+        if rank not in self.workers:
+            return {}
+        first, most = self.workers[rank]
+        limit = min(filter(None, (cgroup.limit(), self.total)), default=0)
+        return {"outside": first, "total": most, "limit": limit // len(self.workers)}
+
+    def _group_killed(self) -> bool:
+        own = cgroup.oom_kills()
+        return own is not None and own > (self.own_oom_kills_before or 0)
+
+    def _host_killed(self) -> bool:
+        """Whether the host killed any process, where this control group has no counter."""
+        before = self.oom_kills_before
+        return cgroup.oom_kills() is None and before is not None and _counter("/proc/vmstat", "oom_kill") > before
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """Bytes of a process that are in memory now; 0: not known."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
+
+
+def _counter(path: str, name: str) -> int:
+    """A number from one of the kernel's tables; 0: there is none."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)

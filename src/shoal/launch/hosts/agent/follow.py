@@ -1,0 +1,62 @@
+"""Serve the coordinator that leads a run in etcd, and the next one when it is lost."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from shoal.comm.rendezvous.key import Key
+from shoal.errors import ShoalError
+from shoal.launch.hosts.agent.join import SECONDS_TO_REJOIN, join, serve, serving
+from shoal.launch.hosts.agent.loop import Silent
+from shoal.launch.hosts.agent.template import Prepare
+from shoal.launch.hosts.etcd.client import Unreachable
+from shoal.launch.hosts.etcd.leadership import POLL, Leadership
+from shoal.launch.hosts.messages import Channel, Ended
+
+
+def follow(leadership: Leadership, key: Key, name: str, prepare: Prepare, *, wait: float) -> int:
+    """Serve one coordinator after the other until one lets this agent go; the exit code."""
+    with serving(key, prepare) as agent:
+        channel = _joined(leadership, key, name, wait)
+        while True:
+            assert channel is not None
+            try:
+                return serve(agent, channel)
+            except (Silent, Ended):
+                agent.lose_coordinator()
+                _say("the coordinator is lost; the workers here were ended")
+                channel = _joined(leadership, key, name, SECONDS_TO_REJOIN, may_end=True)
+            if channel is None:
+                _say("the run has ended")
+                return 0
+
+
+def _joined(leadership: Leadership, key: Key, name: str, seconds: float, *, may_end: bool = False) -> Channel | None:
+    """Join the coordinator that leads, as soon as there is one. None: the run has ended."""
+    deadline, why = time.monotonic() + seconds, ""
+    is_noted = False
+    while True:
+        try:
+            address = leadership.address()
+            if address is not None:
+                return join(address, key, name, seconds=0.0)
+            if may_end and leadership.state().get("has_ended"):
+                return None
+        except Unreachable as error:
+            why = str(error)
+        except ShoalError as error:
+            if not {"N053", "N072"} & set(error.codes):
+                raise
+        if time.monotonic() > deadline:
+            what = f"no coordinator leads run {leadership.etcd.name!r} after {seconds:g} s{why and f': {why}'}"
+            fix = "on any host: shoal train RECIPE --hosts ... --ssh none --store URL, with the same URL and SHOAL_KEY"
+            raise ShoalError(what, fix=fix, code="N098")
+        if not is_noted:
+            is_noted = True
+            _say(f"waiting for a coordinator of run {leadership.etcd.name!r}")
+        time.sleep(POLL)
+
+
+def _say(text: str) -> None:
+    print(f"shoal agent: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,98 @@
+"""The frame of a page: escaped text, inert data, the policy that forbids every request, styles and scripts inline."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ASSETS = Path(__file__).parent / "assets"
+LONGEST = 400
+"""Characters of a text on a page; the rest of a longer one is left out."""
+
+# Control characters, and those that change the direction of the text after them.
+_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+def text(value: Any, most: int = LONGEST) -> str:
+    """Any value as inert text of HTML.
+
+    >>> text("<script>")
+    '&lt;script&gt;'
+    """
+    words = _UNSEEN.sub("\N{REPLACEMENT CHARACTER}", str(value))
+    return html.escape(words if len(words) <= most else f"{words[:most]}…", quote=True)
+
+
+def data(value: Any) -> str:
+    """A value as JSON that cannot end the script element around it. A number that is not finite is null."""
+    words = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+    return words.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def section(title: str, body: str, *, name: str = "", note: str = "") -> str:
+    """A part of a page with a heading. `title`, `name` and `note` are our own words; `body` is HTML."""
+    if not body:
+        return ""
+    remark = f'<p class="note">{note}</p>' if note else ""
+    return f"<section{f' id={name}' if name else ''}><h2>{title}</h2>{remark}{body}</section>"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]], *, kind: str = "") -> str:
+    """A table of texts, each of which is escaped. It scrolls by itself where the page is narrow."""
+    heads = "".join(f"<th>{text(name)}</th>" for name in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    top = f"<thead><tr>{heads}</tr></thead>" if head else ""
+    return f'<div class="wide"><table class="{kind}">{top}<tbody>{lines}</tbody></table></div>' if lines else ""
+
+
+def details(title: str, body: str) -> str:
+    """A part that is closed at first. `body` is HTML."""
+    return f"<details><summary>{text(title)}</summary>{body}</details>"
+
+
+def page(title: str, body: str, payload: Any) -> str:
+    """The whole page, in one file."""
+    scripts = [_asset("uPlot.iife.min.js"), _asset("page.js")]
+    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    policy = (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none';"
+        " form-action 'none'"
+    )
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">',
+            f'<title>{text(title)}</title><link rel="icon" href="data:,">',
+            f"<style>{_asset('uPlot.min.css')}\n{_asset('page.css')}</style></head>",
+            f"<body><main>{body}</main>",
+            f'<script type="application/json" id="data">{data(payload)}</script>',
+            *(f"<script>{script}</script>" for script in scripts),
+            "</body></html>",
+            "",
+        ]
+    )
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,0 +1,88 @@
+"""Find the runs below a folder, and say in one line what each of them does. Only the ends of large files are read."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import ShoalError
+from shoal.pages.run.metrics_table import make_table, number
+from shoal.pages.run.own_files import LONGEST_LINE, is_record, open_own, parse, read_object
+from shoal.pages.run.read_run import is_run
+from shoal.pages.run.state import State, last_write, state_of
+
+DEEPEST = 4
+"""Folders below the given one in which runs are looked for."""
+MOST_FOLDERS = 20_000
+TAIL = 2**16
+"""Bytes of metrics that are read from the end."""
+
+
+@dataclass(frozen=True)
+class RunLine:
+    """One run in a list."""
+
+    path: str
+    state: State
+    step: int
+    loss: float | None
+    tokens_per_s: float | None
+    age_seconds: float
+    """Since its last write."""
+    host: str
+
+
+def find_runs(folder: Path) -> list[RunLine]:
+    """The runs in a folder and below it, the newest first."""
+    if not folder.is_dir():
+        raise ShoalError(
+            f"DIR must be a folder, got {str(folder)!r}", fix="shoal ls FOLDER, such as the one with runs/", code="R063"
+        )
+    found = [_line(path) for path in _folders(folder) if is_run(path)]
+    return sorted(found, key=lambda line: line.age_seconds)
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    """The folder and those below it. Links, hidden folders and checkpoints are left out; nothing is below a run."""
+    ahead, seen = [(folder, 0)], 0
+    while ahead and seen < MOST_FOLDERS:
+        path, depth = ahead.pop()
+        seen += 1
+        yield path
+        if depth < DEEPEST and not is_run(path):
+            try:
+                entries = [entry for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False)]
+            except OSError:
+                continue
+            ahead += [(Path(entry.path), depth + 1) for entry in entries if not entry.name.startswith((".", "__"))]
+
+
+def _line(path: Path) -> RunLine:
+    summary, environment = read_object(path / "summary.json"), read_object(path / "environment.json")
+    table = make_table(record for line in _tail(path / "metrics.jsonl") if is_record(record := parse(line)))
+    steps = number(summary.get("steps"))
+    made = table.steps[-1] if table.steps else 0
+    loss, speed = number(summary.get("loss_last")), number(summary.get("tokens_per_s"))
+    return RunLine(
+        path=str(path),
+        state=state_of(path, summary, environment),
+        step=int(steps) if 0 <= steps < 2**53 else made,
+        loss=loss if math.isfinite(loss) else table.last("loss"),
+        tokens_per_s=speed if math.isfinite(speed) else table.last("tokens_per_s"),
+        age_seconds=max(0.0, time.time() - last_write(path)),
+        host=str(environment.get("host") or "")[:80],
+    )
+
+
+def _tail(path: Path) -> list[bytes]:
+    """The last lines of a file; the first of them may be torn."""
+    try:
+        with open_own(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            return [line for line in file.read(TAIL).split(b"\n") if len(line) <= LONGEST_LINE]
+    except OSError:
+        return []

@@ -1,0 +1,137 @@
+"""What to look at next, from evidence in the metrics alone. The costliest comes first."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shoal.pages.run.metrics_table import number
+from shoal.pages.run.read_run import RunRecord
+from shoal.pages.run.time_parts import whole_run
+from shoal.pages.run.verdict import last_failure
+from shoal.pages.words import duration, figure, percent, times
+
+WORTH = 0.05
+"""The fraction of the time from which a part is named."""
+JITTER = 1.3
+"""The ratio of the 95th percentile to the median from which steps count as uneven."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to look at: the evidence, and what to type or to read."""
+
+    what: str
+    evidence: str
+    next: str
+    weight: float
+    """1: the run failed; below: the fraction of the time that it costs."""
+
+
+def findings(run: RunRecord) -> list[Finding]:
+    """All findings of a run, the costliest first."""
+    checks = (_death, _losses, _saves, _data, _communication, _straggler, _jitter, _validation)
+    found = [finding for check in checks for finding in check(run)]
+    return sorted(found, key=lambda finding: -finding.weight)
+
+
+def _death(run: RunRecord) -> Iterator[Finding]:
+    if run.state == "dead":
+        saved = run.saved_step
+        lost = times(run.step - saved, "step")
+        what = f"The same command resumes from step {saved:,}" if saved else "No step was saved"
+        failure = last_failure(run)
+        code = str(failure.get("code", ""))[:4] if failure else ""
+        fix = f"shoal explain {code}" if code.isalnum() else "the last lines that the command printed"
+        yield Finding(what, f"{lost} since then will be repeated", fix, 1.0)
+
+
+def _losses(run: RunRecord) -> Iterator[Finding]:
+    table = run.metrics
+    bad = [step for step, loss in zip(table.steps, table.column("loss"), strict=True) if not math.isfinite(loss)]
+    bad = bad if "loss" in table.columns else []
+    if bad:
+        yield Finding(
+            "The loss is not finite", f"first at step {bad[0]:,}", "docs/concepts/gpu.md; a lower --optim.lr", 0.95
+        )
+    if table.skipped:
+        evidence = f"{times(len(table.skipped), 'update')} skipped, the first at step {table.skipped[0]:,}"
+        yield Finding("Updates were skipped: gradients were not finite", evidence, "--optim.lr, --optim.clip", 0.3)
+    losses = table.finite("loss")
+    size = len(losses) // 10
+    if size >= 10:
+        means = [statistics.fmean(losses[i : i + size]) for i in range(0, size * 10, size)]
+        best = min(means)
+        if means[-1] > best + 0.05 * abs(best) and means[-1] > best + 1e-3:
+            evidence = f"mean of the last tenth {figure(means[-1])}, of the best tenth {figure(best)}"
+            yield Finding("The loss has risen again", evidence, "a lower --optim.lr or --optim.clip", 0.5)
+
+
+def _saves(run: RunRecord) -> Iterator[Finding]:
+    failed = number(run.summary.get("saves_failed"))
+    failed = failed if math.isfinite(failed) else sum(event.get("event") == "not saved" for event in run.events)
+    if failed > 0:
+        yield Finding("Saves failed", times(failed, "save"), "free space, or --checkpoint.dir", 0.9)
+    stall, total = number(run.summary.get("save_stall_seconds")), number(run.summary.get("seconds_training"))
+    if total > 0 and stall / total >= 0.02:
+        evidence = f"{duration(stall)}, {percent(stall / total)} of the time, measured"
+        yield Finding("Training waits for saves", evidence, "--checkpoint.every, a faster disk", stall / total)
+
+
+def _data(run: RunRecord) -> Iterator[Finding]:
+    parts = whole_run(run.metrics)
+    if parts is not None and parts.data >= WORTH:
+        evidence = f"{percent(parts.data)} of the time of a step, measured"
+        yield Finding("Steps wait for data", evidence, "--data.workers, --data.prefetch, a faster disk", parts.data)
+
+
+def _communication(run: RunRecord) -> Iterator[Finding]:
+    parts = whole_run(run.metrics)
+    if parts is not None and parts.comm is not None and parts.comm >= WORTH:
+        evidence = f"{percent(parts.comm)} of the time of a step is not hidden by computation, measured"
+        yield Finding(
+            "Steps wait for communication",
+            evidence,
+            "shoal bench comm; a larger batch per rank, or compress",
+            parts.comm,
+        )
+
+
+def _straggler(run: RunRecord) -> Iterator[Finding]:
+    found = run.summary.get("straggler")
+    if isinstance(found, dict):
+        cost, rank, late = (number(found.get(key)) for key in ("cost_fraction", "rank", "late_seconds"))
+        stands_out = found.get("stands_out") is not False
+    else:
+        names = ("straggler_cost_fraction", "straggler_rank", "straggler_late_seconds")
+        cost, rank, late = (number(run.metrics.last(name)) for name in names)
+        stands_out = True
+    if cost >= WORTH and stands_out and math.isfinite(rank):
+        evidence = f"{duration(late)} late (median); at least {percent(cost)} of the time"
+        yield Finding(f"All wait for rank {rank:.0f}", evidence, "top -H on its host; nvidia-smi -q -d CLOCK", cost)
+
+
+def _jitter(run: RunRecord) -> Iterator[Finding]:
+    seconds = sorted(run.metrics.finite("step_seconds", run.metrics.warmup))
+    if len(seconds) < 40:
+        return
+    middle, high = seconds[len(seconds) // 2], seconds[len(seconds) * 95 // 100]
+    if middle > 0 and high / middle > JITTER:
+        cost = statistics.fmean(seconds) / middle - 1
+        evidence = f"one step in 20 takes {duration(high)} or more, the median {duration(middle)}"
+        yield Finding(
+            "Steps are uneven", evidence, "other programs on these cores; saves and evaluations", max(0.01, cost)
+        )
+
+
+def _validation(run: RunRecord) -> Iterator[Finding]:
+    known = [(step, loss) for step, loss in run.metrics.evaluations if math.isfinite(loss)]
+    if len(known) > 2:
+        best = min(known, key=lambda pair: pair[1])
+        if known[-1][1] > 1.02 * best[1] and best[0] < known[-1][0]:
+            evidence = f"{figure(best[1])} at step {best[0]:,}, {figure(known[-1][1])} at the end"
+            yield Finding(
+                "The validation loss was lower before", evidence, f"the checkpoint near step {best[0]:,}", 0.2
+            )

@@ -1,0 +1,93 @@
+"""Read the files of a run directory: regular files of it alone, within bounds, whatever a crash or a user left there.
+
+A link is not followed: it may lead out of the directory. Damaged or missing files give nothing, and never an exception.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from shoal.files import open_regular
+
+MOST_WHOLE = 2**28
+"""Bytes up to which a file of lines is read whole; of a longer one, lines are sampled."""
+LONGEST_LINE = 2**14
+"""Bytes; a longer line is left out."""
+
+Record = dict[str, Any]
+
+
+def open_own(path: Path) -> BinaryIO:
+    """Open a regular file that is no link; else `OSError`."""
+    return os.fdopen(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
+
+
+def read_own(path: Path, most: int) -> bytes:
+    """The content of a file, at most `most` bytes of it; empty if it cannot be read."""
+    try:
+        with open_own(path) as file:
+            return file.read(min(most, os.fstat(file.fileno()).st_size))
+    except OSError:
+        return b""
+
+
+def read_object(path: Path, most: int = 2**20) -> Record:
+    """The JSON object in a file; empty if there is none."""
+    found = parse(read_own(path, most))
+    return found if isinstance(found, dict) else {}
+
+
+def read_records(path: Path, most: int = MOST_WHOLE) -> Iterator[Record]:
+    """The records of a file with one JSON object per line, each with a whole number `step`; a torn line is left out."""
+    try:
+        with open_own(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            lines = file if size <= most else sampled_lines(file, size, most // 2**12)
+            for line in lines:
+                if len(line) <= LONGEST_LINE and is_record(record := parse(line)):
+                    yield record
+    except OSError:
+        return
+
+
+def sample_records(path: Path, number: int) -> list[Record]:
+    """At most `number` records of a file, evenly spaced by position, the last one among them."""
+    try:
+        with open_own(path) as file:
+            lines = list(sampled_lines(file, os.fstat(file.fileno()).st_size, number))
+    except OSError:
+        return []
+    return [record for line in lines if is_record(record := parse(line))]
+
+
+def sampled_lines(file: BinaryIO, size: int, number: int) -> Iterator[bytes]:
+    """The lines that follow evenly spaced positions, each once; of a small file, all of them."""
+    seen = -1
+    for index in range(number):
+        start = size * index // number
+        file.seek(max(0, start - 1))
+        if start:
+            file.readline(LONGEST_LINE)  # the rest of the line before
+        if (place := file.tell()) > seen:
+            seen = place
+            yield file.readline(LONGEST_LINE)
+
+
+def is_record(value: Any) -> bool:
+    """Whether a line is a record of a step."""
+    if not isinstance(value, dict):
+        return False
+    step = value.get("step")
+    return isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53
+
+
+def parse(text: bytes) -> Any:
+    """The value of a JSON text; None: it is damaged."""
+    try:
+        return json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError):
+        return None

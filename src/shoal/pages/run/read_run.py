@@ -1,0 +1,150 @@
+"""Read a run directory: all that a page shows, also of a run that is dead or still running."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.blueprint.layout import Layout
+from shoal.blueprint.plan import Plan
+from shoal.errors import ShoalError
+from shoal.pages.run.metrics_table import MetricsTable, make_table, number
+from shoal.pages.run.own_files import Record, read_object, read_own, read_records, sample_records
+from shoal.pages.run.state import State, last_write, state_of
+from shoal.safe_parsing import MOST_BYTES, parse_yaml
+
+MOST_EVENTS = 2_000
+MOST_RANKS = 1024
+RANK_SAMPLES = 120
+"""Steps that are read of each rank's own metrics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run, as its directory describes it. Every text in it may be hostile."""
+
+    path: Path
+    name: str
+    state: State
+    last_write: float
+    recipe: Record
+    recipe_text: str
+    environment: Record
+    summary: Record
+    prediction: Record
+    metrics: MetricsTable
+    events: list[Record] = field(default_factory=list)
+    saved_steps: list[int] = field(default_factory=list)
+    """Steps of the checkpoints that are there now."""
+    ranks: dict[int, list[Record]] = field(default_factory=dict)
+    """Sampled records of each rank, where each has written its own."""
+
+    @property
+    def step(self) -> int:
+        """The last step that is known to be made."""
+        found = number(self.summary.get("steps"))
+        last = self.metrics.steps[-1] if self.metrics.steps else 0
+        return max(last, int(found)) if found < 2**53 else last
+
+    @property
+    def saved_step(self) -> int:
+        """The last step that is known to be saved; 0: there is none."""
+        noted = (event["step"] for event in self.events if event.get("event") == "saved")
+        return max((*noted, *self.saved_steps), default=0)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that ran; None: it is not known."""
+        text = self.summary.get("plan") or self.recipe.get("plan")
+        try:
+            return Plan.parse(text) if isinstance(text, str) and len(text) < 500 else None
+        except ShoalError:
+            return None
+
+    @property
+    def layout(self) -> Layout | None:
+        """The ranks on their axes; None: the plan is not known, or leaves them open."""
+        try:
+            return self.plan.layout if self.plan is not None else None
+        except ShoalError:
+            return None
+
+    @property
+    def unit(self) -> str:
+        """The unit of speed."""
+        return "samples" if self.summary.get("unit") == "samples" else "tokens"
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory holds a run."""
+    return all(_is_file(path / name) for name in ("recipe.yaml", "environment.json"))
+
+
+def read_run(path: Path, *, with_ranks: bool = True) -> RunRecord:
+    """Read the run in a directory."""
+    if not path.is_dir():
+        what = f"RUN must be the directory of a run, got {str(path)!r}, which is no directory"
+        raise ShoalError(what, fix="shoal ls, which lists runs", code="R060")
+    if not is_run(path):
+        what = f"RUN must be the directory of a run, got {str(path)!r}, which has no recipe.yaml and environment.json"
+        raise ShoalError(what, fix=f"shoal ls {path}", code="R060")
+    summary, environment = read_object(path / "summary.json"), read_object(path / "environment.json")
+    text = read_own(path / "recipe.yaml", MOST_BYTES).decode(errors="replace")
+    recipe = _recipe(text)
+    return RunRecord(
+        path=path,
+        name=_name(path, recipe),
+        state=state_of(path, summary, environment),
+        last_write=last_write(path),
+        recipe=recipe,
+        recipe_text=text,
+        environment=environment,
+        summary=summary,
+        prediction=read_object(path / "prediction.json"),
+        metrics=make_table(read_records(path / "metrics.jsonl")),
+        events=list(read_records(path / "events.jsonl", 2**24))[-MOST_EVENTS:],
+        saved_steps=_saved_steps(path / "checkpoints"),
+        ranks=_ranks(path) if with_ranks else {},
+    )
+
+
+def _recipe(text: str) -> Record:
+    try:
+        found = parse_yaml(text, "recipe.yaml", fix="")
+    except ShoalError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _name(path: Path, recipe: Record) -> str:
+    run = recipe.get("run")
+    named = run.get("name") if isinstance(run, dict) else None
+    return path.resolve().name or str(named or "run")
+
+
+def _saved_steps(path: Path) -> list[int]:
+    """The steps of a folder of checkpoints that is no link."""
+    if not _is_file(path, stat.S_ISDIR):
+        return []
+    names = sorted(entry.name for entry in os.scandir(path))[:10_000]
+    return [int(name[5:]) for name in names if re.fullmatch(r"step-\d{8,15}", name)]
+
+
+def _ranks(path: Path) -> dict[int, list[Record]]:
+    found: dict[int, list[Record]] = {}
+    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+        match = re.fullmatch(r"metrics\.rank(\d{1,6})\.jsonl", entry.name)
+        if match and len(found) < MOST_RANKS:
+            found[int(match[1])] = sample_records(Path(entry.path), RANK_SAMPLES)
+    return dict(sorted(found.items()))
+
+
+def _is_file(path: Path, is_kind: Any = stat.S_ISREG) -> bool:
+    try:
+        return bool(is_kind(os.stat(path, follow_symlinks=False).st_mode))
+    except OSError:
+        return False

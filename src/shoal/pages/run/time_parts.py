@@ -1,0 +1,70 @@
+"""Where the time of a step is spent, as far as metrics know: data, communication, computation and the rest.
+
+The parts add to 1 by construction. Communication counts only as far as no computation runs beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+from shoal.pages.run.metrics_table import MetricsTable
+
+
+@dataclass(frozen=True)
+class TimeParts:
+    """Fractions of the time of the steps."""
+
+    data: float
+    """Waiting for data."""
+    comm: float | None
+    """Communication between replicas that nothing hides; None: it was not timed."""
+    comm_hidden: float | None
+    """Communication beside computation, which costs no time of its own."""
+    first: int = 0
+    last: int = 0
+    """The steps that they are measured over."""
+
+    @property
+    def other(self) -> float:
+        """Computation, and all that is not timed."""
+        return max(0.0, 1.0 - self.data - (self.comm or 0.0))
+
+
+def time_parts(table: MetricsTable, start: int, stop: int) -> TimeParts | None:
+    """The parts over the rows from `start` to `stop`; None: no step has a time."""
+    seconds, waited = table.column("step_seconds")[start:stop], table.column("data_wait_seconds")[start:stop]
+    timed = [(s, w if math.isfinite(w) else 0.0) for s, w in zip(seconds, waited, strict=True) if 0 < s < math.inf]
+    if not timed:
+        return None
+    total = sum(s for s, _ in timed)
+    data = min(1.0, max(0.0, sum(w for _, w in timed)) / total)
+    exposed, hidden = _communication(table, start, stop, total / len(timed))
+    exposed = None if exposed is None else min(exposed, 1.0 - data)
+    return TimeParts(data, exposed, hidden, table.steps[start], table.steps[stop - 1])
+
+
+def _communication(table: MetricsTable, start: int, stop: int, mean: float) -> tuple[float | None, float | None]:
+    """The exposed and the hidden fraction: not every step is timed, so means are compared."""
+    columns = table.column("comm_seconds")[start:stop], table.column("comm_overlap_fraction")[start:stop]
+    pairs = [(s, o) for s, o in zip(*columns, strict=True) if 0 <= s < math.inf and 0 <= o <= 1]
+    if not pairs:
+        return None, None
+    seconds = sum(s for s, _ in pairs) / len(pairs)
+    exposed = sum(s * (1 - o) for s, o in pairs) / len(pairs)
+    return min(1.0, exposed / mean), min(1.0, (seconds - exposed) / mean)
+
+
+def whole_run(table: MetricsTable) -> TimeParts | None:
+    """The parts over the run without its first fifth."""
+    return time_parts(table, table.warmup, len(table.steps)) if table.steps else None
+
+
+def over_time(table: MetricsTable, number: int = 48) -> list[TimeParts]:
+    """The parts of consecutive stretches of the run."""
+    rows = len(table.steps)
+    number = min(number, rows // 5)
+    edges = [rows * index // number for index in range(number + 1)] if number > 1 else []
+    found = (time_parts(table, start, stop) for start, stop in pairwise(edges))
+    return [parts for parts in found if parts is not None]

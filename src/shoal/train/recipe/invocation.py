@@ -1,0 +1,42 @@
+"""Options of one `shoal train` command that are not in its recipe."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shoal.comm.rendezvous.environment import Placement
+from shoal.train.recipe.saving.host_storage import HostStorage
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInvocation:
+    """Options of one command that are not in its recipe."""
+
+    save: bool = True
+    """Write a run directory and checkpoints."""
+    quiet: bool = False
+    start_time: float
+    """When the command was given, in seconds since the epoch."""
+    resume: str = "auto"
+    """auto, fresh, latest, or the number of a step."""
+    generation: int = 0
+    """How often the workers of this run were restarted."""
+    is_replacement: bool = False
+    """Whether this generation began because one worker was replaced: all ranks have trained this very job before, so
+    the checks that come before a first step have passed."""
+    memory_root: Path | None = None
+    """A folder in shared memory that outlives the workers."""
+    saved_before: int = 0
+    """The newest step that workers of this run have saved on any host. A start at step 0 would lose it."""
+    host: HostStorage | None = None
+    """The storage of this host; None: the ranks were not started by `shoal train --hosts`."""
+    command: str = ""
+    """Identifies the command on all of its hosts and through its restarts; empty: it is not known."""
+
+    def in_generation_of(self, placement: Placement | None) -> RunInvocation:
+        """These options in the generation of a worker, which may have begun in this process."""
+        if placement is None or placement.generation <= self.generation:
+            return self
+        return replace(self, generation=placement.generation, is_replacement=True, start_time=time.time())

@@ -1,0 +1,1 @@
+"""Memory of a run that ran out of it: measured on the rank, compared with the prediction."""

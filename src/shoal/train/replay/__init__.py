@@ -1,0 +1,1 @@
+"""Replay of steps on other ranks, to find one that computes wrong numbers."""

@@ -1,0 +1,129 @@
+"""The page of a run in a real browser: drawn in time, light and dark, narrow and wide, with no message and no request.
+
+`make test-browser` runs it. It needs Chromium and the package playwright, and is skipped without them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.pages.report import make_report, write_page
+from shoal.pages.run.read_run import read_run
+from tests.run_directories import make_hostile_run, make_run
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
+    pytest.mark.timeout(300),
+]
+
+SIZES = {"phone": {"width": 390, "height": 844}, "desktop": {"width": 1280, "height": 900}}
+STEPS, RANKS = 100_000, 64
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+class Visit:
+    """A page that is open, and all that it did."""
+
+    def __init__(self, browser: Any, path: Path, scheme: str = "light", size: str = "desktop", **options: Any) -> None:
+        self.context = browser.new_context(color_scheme=scheme, viewport=SIZES[size], **options)
+        self.page = self.context.new_page()
+        self.messages: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.messages.append(message.text))
+        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri())
+
+    def click_everything(self) -> None:
+        for summary in self.page.query_selector_all("summary"):
+            summary.click()
+        for button in self.page.query_selector_all("button, .u-series:not(.raw) th"):
+            if button.is_visible():
+                button.click()
+        over = self.page.query_selector(".u-over")
+        over.scroll_into_view_if_needed()
+        box = over.bounding_box()
+        self.page.mouse.move(box["x"] + 40, box["y"] + 40)
+        self.page.mouse.down()
+        self.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60, steps=3)
+        self.page.mouse.up()
+        over.dblclick()
+
+    def close(self) -> None:
+        """Nothing was said, and only the file and what is inside it was loaded."""
+        assert self.messages == []
+        assert [url for url in self.requests[1:] if not url.startswith("data:")] == []
+        self.context.close()
+
+
+def written(path: Path, *runs: Path) -> Path:
+    write_page(path, make_report([read_run(run) for run in runs]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    return written(folder / "page.html", make_run(folder / "run", 300, ranks=2))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_is_drawn_and_every_control_works(browser: Any, page_file: Path, scheme: str, size: str) -> None:
+    visit = Visit(browser, page_file, scheme, size)
+    assert len(visit.page.query_selector_all(".uplot canvas")) == 5
+    width, view = visit.page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    assert width <= view, "the page scrolls sideways"
+    visit.click_everything()
+    assert len(visit.page.query_selector_all(".uplot canvas")) == 5
+    visit.close()
+
+
+def test_a_page_without_javascript_shows_curves_and_tables(browser: Any, page_file: Path) -> None:
+    visit = Visit(browser, page_file, java_script_enabled=False)
+    assert visit.page.locator("svg.fallback:visible").count() == 5
+    assert visit.page.locator(".controls:visible").count() == 0
+    assert "Died at step 300 of 400" in visit.page.inner_text("body")
+    visit.close()
+
+
+def test_a_hostile_run_does_nothing(browser: Any, tmp_path: Path) -> None:
+    path = written(tmp_path / "page.html", make_hostile_run(tmp_path), make_run(tmp_path / "other"))
+    visit = Visit(browser, path)
+    visit.click_everything()
+    assert visit.page.evaluate("typeof pwned") == "undefined"
+    assert visit.page.locator("img[src=x]").count() == 0
+    visit.close()
+
+
+def test_the_page_of_a_long_run_on_many_ranks(browser: Any, tmp_path: Path) -> None:
+    """At most 3 MB, made within 5 s of processor time, drawn within 1 s."""
+    run = make_run(tmp_path / "run", STEPS)
+    few = make_run(tmp_path / "few", 2_000, ranks=1) / "metrics.rank0.jsonl"  # only sampled lines are read
+    for rank in range(RANKS):
+        (run / f"metrics.rank{rank}.jsonl").hardlink_to(few)
+    began = time.process_time()
+    path = written(tmp_path / "page.html", run)
+    seconds = time.process_time() - began
+    visit = Visit(browser, path)
+    drawn = int(visit.page.get_attribute("html", "data-drawn"))
+    visit.close()
+    print(f"{path.stat().st_size / 1e6:.2f} MB, made in {seconds:.1f} s, drawn in {drawn} ms")
+    assert path.stat().st_size <= 3e6
+    assert seconds <= 5
+    assert drawn <= 1000

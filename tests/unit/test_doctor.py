@@ -1,0 +1,469 @@
+"""`shoal doctor` finds set-ups that are really broken: limits, mounts, namespaces, files, ports and variables.
+
+Each check runs in a child process, as in the doctor, and the child breaks its own surroundings first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.doctor.bounded import Check, run_checks
+from shoal.doctor.checks import cores, files, gpu, memory, network, versions
+from shoal.doctor.checks.nvml import Driver, Gpu, NvmlError, read_driver
+from shoal.doctor.finding import Finding, Level
+from shoal.doctor.host import host_checks
+from shoal.launch import cgroup
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+NEW_MOUNTS, NEW_NAMES, NEW_NETWORK = 0x20000, 0x4000000, 0x40000000
+PRIVATE, READ_ONLY, BIND, REMOUNT = 0x40000 | 0x4000, 1, 0x1000, 0x20
+
+is_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make namespaces and mounts")
+
+
+def after(breaking: Callable[[], object], check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """The findings of a check in a process that has broken its surroundings."""
+
+    def both() -> Iterator[Finding]:
+        breaking()
+        yield from check()
+
+    return run_checks([Check("test", both, 10.0)])
+
+
+def only(findings: list[Finding], level: Level, *words: str) -> Finding:
+    """The one finding that is not ok; its level and words in its evidence and fix."""
+    [found] = [each for each in findings if each.level is not Level.OK]
+    assert found.level is level, found
+    assert [word for word in words if word not in f"{found.evidence}\n{found.fix}"] == [], found
+    return found
+
+
+def called(name: str, *arguments: Any) -> None:
+    """Call a function of the C library, and raise its error."""
+    if getattr(LIBC, name)(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def mount(source: str, target: Path, kind: str = "", flags: int = 0, options: str = "") -> None:
+    called("mount", source.encode(), str(target).encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+
+
+def own_mounts() -> None:
+    called("unshare", NEW_MOUNTS)
+    mount("none", Path("/"), flags=PRIVATE)
+
+
+def own_name(hosts: Path) -> None:
+    """Another host name, and another /etc/hosts."""
+    own_mounts()
+    called("unshare", NEW_NAMES)
+    socket.sethostname("node7")
+    mount(str(hosts), Path("/etc/hosts"), flags=BIND)
+
+
+def set_variable(name: str, value: str) -> Callable[[], None]:
+    return lambda: os.environ.__setitem__(name, value)
+
+
+def test_a_sound_host_has_no_failure_and_takes_seconds() -> None:
+    began = time.perf_counter()
+    found = run_checks(list(host_checks([])))
+    seconds = time.perf_counter() - began
+    assert [each for each in found if each.level is Level.FAIL] == []
+    assert [each.check for each in found if "the check itself failed" in each.evidence] == []
+    assert seconds < 5
+    assert all(each.fix for each in found if each.level is not Level.OK)
+
+
+# ── the harness ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def hang() -> Iterator[Finding]:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+    yield from ()
+
+
+def crash() -> Iterator[Finding]:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    yield from ()
+
+
+def raises() -> Iterator[Finding]:
+    raise ValueError("no such thing")
+    yield
+
+
+def test_a_check_that_hangs_crashes_or_raises_hides_no_other() -> None:
+    sound = Check("loopback", network.loopback)
+    began = time.perf_counter()
+    found = run_checks([Check("a", hang, 0.2), Check("b", crash), Check("c", raises), sound])
+    assert time.perf_counter() - began < 2
+    assert [(each.check, each.level) for each in found] == [
+        ("a", Level.WARNING),
+        ("b", Level.WARNING),
+        ("c", Level.WARNING),
+        ("loopback", Level.OK),
+    ]
+    assert "0.2 s" in found[0].evidence
+    assert "ended early" in found[1].evidence
+    assert "no such thing" in found[2].evidence
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)  # nothing is left
+
+
+def test_hanging_file_systems_and_drivers_will_fail(tmp_path: Path) -> None:
+    slow_files = files.directory_check("checkpoints", tmp_path, "--checkpoint.dir OTHER")
+    slow_driver = next(gpu.checks())
+    for each, word in ((slow_files, str(tmp_path)), (slow_driver, "NVML")):
+        only(run_checks([Check(each.name, hang, 0.1, each.on_timeout)]), Level.FAIL, word, "0.1 s")
+
+
+# ── network ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@is_root
+def test_a_name_that_is_the_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.1.1 node7\n")
+    found = after(lambda: own_name(hosts), network.host_name)
+    only(found, Level.HINT, "node7 resolves to 127.0.1.1", "GLOO_SOCKET_IFNAME=")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    only(after(lambda: own_name(hosts), network.host_name), Level.WARNING, "127.0.1.1")
+
+
+@is_root
+def test_a_name_that_does_not_resolve(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n")
+
+    def breaking() -> None:
+        own_name(hosts)
+        called("unshare", NEW_NETWORK)  # no name server either
+
+    only(after(breaking, network.host_name), Level.WARNING, "node7 does not resolve", "GLOO_SOCKET_IFNAME=")
+
+
+def test_interfaces_that_do_not_exist() -> None:
+    for value in ("^lo,docker0", "eth99"):
+        found = after(set_variable("GLOO_SOCKET_IFNAME", value), network.interfaces)
+        only(found, Level.FAIL, f"GLOO_SOCKET_IFNAME={value}", "one name, without ^")
+    only(after(set_variable("NCCL_SOCKET_IFNAME", "ib7"), network.interfaces), Level.FAIL, "NCCL_SOCKET_IFNAME=ib7")
+    found = after(set_variable("NCCL_SOCKET_IFNAME", "^docker0"), network.interfaces)
+    assert all(each.level in (Level.OK, Level.HINT) for each in found)
+
+
+@is_root
+def test_several_interfaces_are_listed_with_the_one_to_set() -> None:
+    def breaking() -> None:
+        called("unshare", NEW_NETWORK)
+        lines = ["link add w0 type veth peer name w1", "link set w0 up", "link set w1 up"]
+        lines += ["address add 10.1.0.1/24 dev w0", "address add 10.2.0.1/24 dev w1", "route add default dev w1"]
+        subprocess.run(["ip", "-batch", "-"], input="\n".join(lines), text=True, check=True)
+
+    only(after(breaking, network.interfaces), Level.HINT, "w0 10.1.0.1", "w1 10.2.0.1", "GLOO_SOCKET_IFNAME=w1")
+
+
+@is_root
+def test_a_loopback_that_is_down() -> None:
+    found = after(lambda: called("unshare", NEW_NETWORK), network.loopback)
+    only(found, Level.FAIL, "Network is unreachable", "ip link set lo up")
+
+
+@is_root
+def test_few_ephemeral_ports() -> None:
+    def breaking() -> None:
+        called("unshare", NEW_NETWORK)
+        Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("50000 50099")
+
+    only(after(breaking, network.ephemeral_ports), Level.WARNING, "100 ports (50000 to 50099)", "sysctl -w")
+
+
+def test_a_taken_port_and_its_process() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        found = run_checks([Check("port", lambda: network.port_free(port))])
+    only(found, Level.FAIL, f"{port} is taken by process {os.getpid()}", "export MASTER_PORT=")
+    [free] = network.port_free(port)
+    assert free.level is Level.OK
+
+
+# ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@is_root
+@pytest.mark.parametrize(
+    ("options", "level", "words"),
+    [
+        ("size=64m", Level.WARNING, ("64 MiB, the default of Docker", "shm-size")),
+        ("size=1m", Level.WARNING, ("1 MiB", "shm-size")),
+    ],
+)
+def test_small_shared_memory(options: str, level: Level, words: tuple[str, ...]) -> None:
+    def breaking() -> None:
+        own_mounts()
+        mount("tmpfs", Path("/dev/shm"), "tmpfs", 0, options)
+
+    only(after(breaking, memory.shared_memory), level, *words)
+
+
+def test_shared_memory_that_is_missing(tmp_path: Path) -> None:
+    only(list(memory.shared_memory(tmp_path / "shm")), Level.FAIL, "No such file", "mount -t tmpfs")
+
+
+def test_few_open_files() -> None:
+    def soft() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    only(after(soft, memory.open_files), Level.WARNING, "64, at most", "ulimit -n")
+    hard = after(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)), lambda: memory.open_files(300))
+    only(hard, Level.FAIL, "300 are needed", "limits.conf")
+
+
+def test_a_limit_of_addresses() -> None:
+    found = after(lambda: resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33)), memory.limits)
+    only(found, Level.WARNING, "ulimit -v is 8.0 GiB", "ulimit -v unlimited")
+
+
+@pytest.fixture(params=["version 1", "version 2"])
+def group(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Write the files of a control group, as each version of the kernel has them."""
+    is_old = request.param == "version 1"
+    own = tmp_path / "own"
+    own.write_text("4:memory:/job\n1:cpu,cpuacct:/job\n8:pids:/job\n" if is_old else "0::/job\n")
+
+    def write(controller: str, old: str, new: str, text: str, *, new_text: str = "") -> None:
+        folder = tmp_path / controller / "job" if is_old else tmp_path / "job"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / (old if is_old else new)).write_text(text if is_old else new_text or text)
+
+    for name in ("limit", "used", "reclaimable", "oom_kills", "most_processes", "cores"):
+        function = getattr(cgroup, name)
+        monkeypatch.setattr(cgroup, name, lambda function=function: function(tmp_path, own))
+    return write
+
+
+def test_the_limits_of_a_control_group(group: Callable[..., None]) -> None:
+    group("memory", "memory.limit_in_bytes", "memory.max", f"{2**30}\n")
+    group("memory", "memory.usage_in_bytes", "memory.current", f"{900 * 2**20}\n")
+    group("memory", "memory.stat", "memory.stat", f"inactive_file {400 * 2**20}\n")
+    group("memory", "memory.oom_control", "memory.events", "under_oom 0\noom_kill 3\n")
+    group("pids", "pids.max", "pids.max", "100\n")
+    only(list(memory.memory()), Level.WARNING, "524 MiB available of the control group's limit of 1.0 GiB")
+    only(list(memory.kills()), Level.WARNING, "lack of memory: 3")
+    only(list(memory.limits()), Level.WARNING, "100 processes and threads (pids.max", "--pids-limit")
+
+
+def test_the_cores_of_a_control_group(group: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    group("cpu", "cpu.cfs_quota_us", "unused", "50000\n")
+    group("cpu", "cpu.cfs_period_us", "cpu.max", "100000\n", new_text="50000 100000\n")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    only(list(cores.cores()), Level.WARNING, "cpu.max is 0.5 of 8 cores", "--cpus=8")
+
+
+@is_root
+def test_a_real_kill_in_a_control_group() -> None:
+    folder = Path("/sys/fs/cgroup/memory/shoal-doctor-test")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs the memory controller of version 1: {error.strerror}")
+    try:
+        (folder / "memory.limit_in_bytes").write_text(str(64 * 2**20))
+
+        def breaking() -> None:
+            (folder / "cgroup.procs").write_text(str(os.getpid()))
+            eater = "x = bytearray(2**28)"
+            subprocess.run([sys.executable, "-c", eater], check=False, capture_output=True)
+
+        found = after(breaking, lambda: [*memory.kills(), *memory.memory()])
+    finally:
+        time.sleep(0.05)
+        folder.rmdir()
+    kills, left = [each for each in found if each.level is not Level.OK]
+    assert kills.evidence.endswith("lack of memory: 1")
+    assert "the control group's limit of 64 MiB" in left.evidence
+
+
+# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def writable(path: Path, needed: int = 0) -> Callable[[], Iterator[Finding]]:
+    return lambda: files.writable("checkpoints", path, "--checkpoint.dir OTHER", needed)
+
+
+@is_root
+def test_directories_that_cannot_be_written(tmp_path: Path) -> None:
+    def read_only() -> None:
+        own_mounts()
+        mount("tmpfs", tmp_path, "tmpfs", READ_ONLY, "size=1m")
+
+    only(after(read_only, writable(tmp_path / "new")), Level.FAIL, "Read-only file system", "would be made in it")
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    os.chmod(tmp_path, 0o755)
+    for parent in [each for each in tmp_path.parents if each.stat().st_uid == os.geteuid()]:
+        if not parent.stat().st_mode & 0o001:
+            os.chmod(parent, parent.stat().st_mode | 0o011)
+    os.chown(closed, 65534, 65534)
+    only(after(lambda: os.setuid(65534), writable(closed)), Level.FAIL, "Permission denied", "--checkpoint.dir OTHER")
+
+
+@is_root
+def test_a_full_disk(tmp_path: Path) -> None:
+    def small() -> None:
+        own_mounts()
+        mount("tmpfs", tmp_path, "tmpfs", 0, "size=1m")
+
+    only(after(small, writable(tmp_path)), Level.WARNING, "has 1 MiB free")
+    only(after(small, writable(tmp_path, 2**31)), Level.FAIL, "2.0 GiB are needed")
+
+
+def test_a_check_of_a_directory_leaves_nothing(tmp_path: Path) -> None:
+    [found] = files.writable("checkpoints", tmp_path / "a" / "b", "", 4096)
+    assert found.level is Level.OK
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_data_that_cannot_be_read(tmp_path: Path) -> None:
+    def data(path: Path) -> list[Finding]:
+        return list(files.readable("data", path, f"ls -la {path}"))
+
+    only(data(tmp_path / "none.bin"), Level.FAIL, "No such file", "ls -la")
+    only(data(tmp_path), Level.FAIL, "has no files")
+    (tmp_path / "empty.txt").write_text("")
+    only(data(tmp_path), Level.FAIL, "is empty")
+    (tmp_path / "full.txt").write_text("text")
+    assert data(tmp_path)[0].level is Level.OK
+
+
+# ── cores, clock, stacks ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_few_cores_and_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = after(set_variable("OMP_NUM_THREADS", "512"), cores.cores)
+    only(found, Level.WARNING, "OMP_NUM_THREADS=512", "export OMP_NUM_THREADS=")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    found = after(lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}), cores.cores)
+    only(found, Level.WARNING, "1 of 8 cores in the affinity mask", "taskset -cp 0-7 $$")
+
+
+def test_a_clock_that_was_never_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 100.0)
+    only(list(cores.clock()), Level.WARNING, "it says", "timedatectl")
+
+
+def test_stacks_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    only(list(cores.stacks()), Level.HINT, "py-spy is missing", "debug")
+
+
+# ── GPUs and versions ────────────────────────────────────────────────────────────────────────────────────────────────
+
+SOUND: dict[str, Any] = {"name": "H200", "memory": 140 * 2**30, "free": 139 * 2**30, "ecc_errors": 0}
+SOUND |= {"remap_pending": False, "slowed_by": (), "temperature": 40, "utilization": 0}
+
+
+def driver(cuda: tuple[int, int] = (99, 0), **changes: Any) -> Callable[[], Driver]:
+    return lambda: Driver(version="570.1", cuda=cuda, gpus=(Gpu(**{**SOUND, **changes}),))
+
+
+@pytest.fixture
+def built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "torch_cuda", lambda: (13, 0))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("built_for")
+@pytest.mark.parametrize(
+    ("read", "level", "words"),
+    [
+        (driver(cuda=(12, 2)), Level.FAIL, ("built for CUDA 13.0", "runs CUDA 12.2", "cu122")),
+        (driver(ecc_errors=2), Level.FAIL, ("2 uncorrected memory errors", "nvidia-smi -r -i 0")),
+        (driver(remap_pending=True), Level.WARNING, ("row of its memory", "nvidia-smi -r")),
+        (driver(slowed_by=("hardware thermal slowdown",)), Level.WARNING, ("thermal slowdown, 40 °C", "cooling")),
+        (driver(free=2**30), Level.WARNING, ("another program holds 139.0 GiB", "nvidia-smi -i 0")),
+    ],
+)
+def test_sick_gpus(read: Callable[[], Driver], level: Level, words: tuple[str, ...]) -> None:
+    only(list(gpu.gpus(read, has_device=True)), level, *words)
+
+
+def test_drivers_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mismatch() -> Driver:
+        raise NvmlError("Driver/library version mismatch")
+
+    def missing() -> Driver:
+        raise OSError("libnvidia-ml.so.1: cannot open shared object file")
+
+    only(list(gpu.gpus(mismatch, has_device=True)), Level.FAIL, "version mismatch", "reboot")
+    only(list(gpu.gpus(missing, has_device=True)), Level.FAIL, "/dev/nvidia0 exists", "--gpus all")
+    assert [each.level for each in gpu.gpus(missing, has_device=False)] == [Level.OK]
+    monkeypatch.setattr(gpu, "torch_cuda", lambda: ())
+    only(list(gpu.gpus(driver(), has_device=True)), Level.WARNING, "built for CPUs alone", "pip install")
+
+
+@pytest.mark.usefixtures("built_for")
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    only(list(gpu.gpus(driver(), has_device=True)), Level.FAIL, "'0,3' with 1 GPU", "CUDA_VISIBLE_DEVICES=0")
+
+
+def test_faults_in_the_log_of_the_kernel() -> None:
+    log = "[1] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n"
+    only(list(gpu.gpu_errors(log)), Level.WARNING, "Xid 79 of PCI:0000:3b:00", "dmesg")
+
+
+class FakeNvml:
+    """NVML's functions, as far as the doctor calls them."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = {
+            "nvmlSystemGetDriverVersion": lambda text, _: setattr(text, "value", b"570.1"),
+            "nvmlSystemGetCudaDriverVersion_v2": lambda number: setattr(number._obj, "value", 12080),
+            "nvmlDeviceGetCount_v2": lambda number: setattr(number._obj, "value", 1),
+            "nvmlDeviceGetName": lambda _, text, __: setattr(text, "value", b"NVIDIA H200"),
+            "nvmlDeviceGetMemoryInfo": lambda _, found: setattr(found._obj, "total", 2**37),
+            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _, bits: setattr(bits._obj, "value", 0x48),
+        }.get(name, lambda *_: None)
+        return type("Function", (), {"__call__": lambda _, *arguments: function(*arguments) or 0})()
+
+
+def test_the_facts_of_nvml() -> None:
+    found = read_driver(FakeNvml())
+    assert (found.version, found.cuda, found.gpus[0].name) == ("570.1", (12, 8), "NVIDIA H200")
+    assert found.gpus[0].slowed_by == ("hardware slowdown", "hardware thermal slowdown")
+
+
+def test_versions_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = versions._installed
+    monkeypatch.setattr(versions, "_installed", lambda name: "2.4.0" if name == "torch" else real(name))
+    only(list(versions.versions()), Level.FAIL, "torch 2.4.0; shoal needs 2.", "pip install 'torch>=")
+
+
+def test_the_cuda_of_torch_is_read_from_its_files() -> None:
+    import torch
+
+    expected = None if torch.version.cuda is None else tuple(map(int, torch.version.cuda.split(".")))
+    assert gpu.torch_cuda() == (expected or ())
+
+
+def test_another_nccl_than_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = versions._installed
+    monkeypatch.setattr(versions, "_installed", lambda name: "2.30.4" if name.startswith("nvidia") else real(name))
+    monkeypatch.setattr(versions, "loaded_nccl", lambda: "2.28.9")
+    only(list(versions.versions()), Level.WARNING, "NCCL 2.28.9 would be loaded, but 2.30.4", "LD_LIBRARY_PATH")

@@ -1,0 +1,259 @@
+"""Pages of runs: what they say of sound, dead, running and hostile runs, and that nothing in them can act."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli import main
+from shoal.errors import ShoalError
+from shoal.observe.events import append_event, append_failure
+from shoal.pages.curves import MOST_POINTS, downsample
+from shoal.pages.html import data
+from shoal.pages.report import make_report, write_page
+from shoal.pages.run.findings import findings
+from shoal.pages.run.read_run import read_run
+from shoal.pages.run.time_parts import whole_run
+from shoal.pages.run.verdict import REASON, verdict_of
+from tests.rejects import rejects
+from tests.run_directories import EVIL, make_hostile_run, make_run, record, write_lines
+
+ENDED = {"was_stopped": False, "seconds_training": 40.0}
+
+
+class Tags(HTMLParser):
+    """The elements and the handlers of a page, and whether each element is closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.scripts: list[str] = []
+        self.images: list[str] = []
+        self.handlers: list[str] = []
+        self.outside: list[str] = []
+        self.open: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.handlers += [name for name in found if name.startswith("on")]
+        self.outside += [
+            str(found[name])
+            for name in ("src", "href", "action")
+            if not str(found.get(name, "data:")).startswith("data:")
+        ]
+        self.scripts += [found.get("type") or "script"] if tag == "script" else []
+        self.images += [tag] if tag == "img" else []
+        if tag not in ("meta", "link", "img", "path", "rect") and not (self.get_starttag_text() or "").endswith("/>"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("path", "rect"):
+            assert self.open.pop() == tag
+
+
+def page_of(path: Path) -> str:
+    return make_report([read_run(path)])
+
+
+# ---- states and verdicts ---------------------------------------------------------------------------------------------
+
+
+def test_a_dead_run_says_why_and_from_where_it_resumes(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", 70))
+    assert run.state == "dead"
+    assert verdict_of(run).headline == "Died at step 70 of 400"
+    assert verdict_of(run).reason == "rank 1 of 2 was killed by signal 9"
+    first = findings(run)[0]
+    assert (first.what, first.next) == ("The same command resumes from step 50", "shoal explain N024")
+    assert first.evidence.startswith("20 steps ")
+
+
+def test_the_reason_of_an_earlier_failure_is_not_that_of_a_later_death(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 70)
+    append_event(path, "resumed", 50)
+    assert verdict_of(read_run(path)).reason == REASON
+
+
+def test_ended_stopped_and_running(tmp_path: Path) -> None:
+    assert read_run(make_run(tmp_path / "a", 5, summary=ENDED)).state == "ended"
+    stopped = read_run(make_run(tmp_path / "b", 5, summary={"was_stopped": True}))
+    assert (stopped.state, verdict_of(stopped).headline) == ("stopped", "Stopped at step 5 of 400")
+    path = make_run(tmp_path / "c", 5)
+    with open(path / "lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_run(path).state == "running"
+        assert "Running, at step 5 of 400" in page_of(path)
+    assert read_run(path).state == "dead"
+
+
+def test_events_of_a_failure_have_its_step_reason_and_code(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 12)
+    with open(path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 13, "lo')
+    append_failure(path, ShoalError("loss is nan\n  Traceback", code="T001"))
+    event = json.loads((path / "events.jsonl").read_text().splitlines()[-1])
+    assert {key: event[key] for key in ("event", "step", "reason", "code")} == {
+        "event": "failed", "step": 12, "reason": "loss is nan", "code": "T001",
+    }  # fmt: skip
+
+
+def test_the_parts_of_the_time_add_to_one(tmp_path: Path) -> None:
+    parts = whole_run(read_run(make_run(tmp_path / "run", 100)).metrics)
+    assert parts is not None
+    assert parts.data == pytest.approx(0.1)
+    assert parts.comm == pytest.approx(0.1)  # a fifth of a step, half of it hidden
+    assert parts.other + parts.data + (parts.comm or 0) == pytest.approx(1)
+
+
+CAUSES: dict[str, dict[str, Any]] = {
+    "Steps wait for data": {"data_wait_seconds": 0.3},
+    "Steps wait for communication": {"comm_seconds": 0.3, "comm_overlap_fraction": 0.0},
+    "All wait for rank 3": {
+        "straggler_rank": 3, "straggler_late_seconds": 0.1, "straggler_cost_fraction": 0.2,
+    },
+    "The loss is not finite": {"loss": "nan"},
+    "Updates were skipped: gradients were not finite": {"skipped": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CAUSES)
+def test_what_to_look_at_follows_from_the_metrics(tmp_path: Path, what: str) -> None:
+    path = make_run(tmp_path / "run", 1, summary=ENDED)
+    quiet = {"data_wait_seconds": 0.0, "comm_seconds": 0.01, "comm_overlap_fraction": 1.0}
+    write_lines(path / "metrics.jsonl", [record(step, **quiet) for step in range(1, 101)])
+    assert findings(read_run(path)) == []
+    write_lines(path / "metrics.jsonl", [record(step, **{**quiet, **CAUSES[what]}) for step in range(1, 101)])
+    assert what in [finding.what for finding in findings(read_run(path))]
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_has_every_part_and_needs_nothing_else(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 100, ranks=2)
+    (path / "prediction.json").write_text(json.dumps({"step_seconds": 0.5, "memory_gib": 1.0, "is_calibrated": False}))
+    page = page_of(path)
+    tags = Tags(page)
+    assert [*tags.open, *tags.outside, *tags.handlers] == []
+    assert tags.scripts == ["application/json", "script", "script"]
+    names = re.findall(r"<section id=(\w+)>", page)
+    assert names == ["next", "curves", "time", "ranks", "history", "predicted", "layout", "reproduce"]
+    assert "shoal train &#x27;a b.yaml&#x27;" in page
+    assert "'unsafe-inline'" not in page.split("script-src")[1].split(";")[0]
+    assert page.count('class="fallback"') == len(json.loads(payload_of(page))["charts"]) == 5
+
+
+def payload_of(page: str) -> str:
+    return page.split('id="data">')[1].split("</script>")[0]
+
+
+def test_a_hostile_run_is_inert(tmp_path: Path) -> None:
+    path = make_hostile_run(tmp_path)
+    for runs in ([path], [path, make_run(tmp_path / "other")]):
+        page = make_report([read_run(each) for each in runs])
+        tags = Tags(page)
+        assert [*tags.open, *tags.outside, *tags.handlers] == []
+        assert tags.scripts == ["application/json", "script", "script"]
+        assert "<img src=x" not in page
+        json.loads(payload_of(page))
+    assert json.loads(data({"a": EVIL})) == {"a": EVIL}
+    assert "<" not in data({"a": EVIL})
+
+
+def test_a_torn_line_long_lines_and_missing_files(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 10)
+    with open(path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 11, "junk": "' + "x" * 100_000 + '"}\n[1]\n{"step": true}\n{"step": -1}\n{"step": 12, "lo')
+    assert read_run(path).metrics.steps == list(range(1, 11))
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (path / name).unlink()
+    assert "Died at step 0" in page_of(path)
+    (path / "recipe.yaml").write_text("a: [" * 5000)
+    (path / "environment.json").write_text("[" * 100_000)
+    assert "Died at step 0" in page_of(path)
+
+
+def test_links_out_of_the_directory_are_not_followed(tmp_path: Path) -> None:
+    path, secret = make_run(tmp_path / "run", 3), make_run(tmp_path / "secret", 9, summary=ENDED)
+    for name in ("metrics.jsonl", "summary.json", "events.jsonl"):
+        (path / name).unlink(missing_ok=True)
+        (path / name).symlink_to(secret / name)
+    (path / "checkpoints").symlink_to(tmp_path)
+    (path / "lock").symlink_to(secret / "metrics.jsonl")
+    os.mkfifo(path / "metrics.rank0.jsonl")
+    run = read_run(path)
+    assert (run.step, run.summary, run.events, run.state, run.saved_steps) == (0, {}, [], "dead", [])
+    (path / "report.html").symlink_to(secret / "recipe.yaml")
+    write_page(path / "report.html", "page")
+    assert (path / "report.html").read_text() == "page"
+    assert (secret / "recipe.yaml").read_text() != "page"
+
+
+def test_downsampling_keeps_the_extremes_and_the_gaps() -> None:
+    values = [math.sin(step / 1000) for step in range(100_000)]
+    values[77_777], values[33_333] = 9.0, -9.0
+    values[50_000:60_000] = [math.nan] * 10_000
+    steps, kept = downsample(range(100_000), values)
+    assert len(steps) <= MOST_POINTS
+    assert (steps[kept.index(9.0)], steps[kept.index(-9.0)]) == (77_777, 33_333)
+    assert steps == sorted(set(steps))
+    assert any(math.isnan(value) for value in kept)
+
+
+def test_several_runs_are_compared(tmp_path: Path) -> None:
+    first, second = make_run(tmp_path / "first"), make_run(tmp_path / "second", summary=ENDED)
+    (second / "recipe.yaml").write_text((second / "recipe.yaml").read_text().replace("0.003", "0.006"))
+    page = make_report([read_run(first), read_run(second)])
+    part = page.split("<section id=differences>")[1].split("</section>")[0]
+    assert re.findall(r"<td>([^<]*)</td>", part) == ["optim.lr", "0.003", "0.006"]
+    assert [run["name"] for run in json.loads(payload_of(page))["runs"]] == ["first", "second"]
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def test_report_writes_into_the_run_or_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_run(tmp_path / "run")
+    assert main(["report", str(path)]) == 0
+    assert capsys.readouterr().out.strip() == str(path / "report.html")
+    assert main(["report", str(path), str(path), "-o", str(tmp_path / "both.html"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["path"], said["bytes"]) == (str(tmp_path / "both.html"), (tmp_path / "both.html").stat().st_size)
+    assert [run["state"] for run in said["runs"]] == ["dead", "dead"]
+
+
+def test_ls_lists_runs_with_their_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "runs" / "a", 30, summary={**ENDED, "loss_last": 2.5, "tokens_per_s": 10.0})
+    make_run(tmp_path / "runs" / "deep" / "b\x1b[31m", 20)
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    found = {line["path"]: line for line in json.loads(capsys.readouterr().out)["runs"]}
+    shown = {(Path(path).name, line["state"], line["step"]) for path, line in found.items()}
+    assert shown == {("a", "ended", 30), ("b\x1b[31m", "dead", 20)}
+    assert main(["ls", str(tmp_path)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_what_is_no_run_is_rejected(tmp_path: Path) -> None:
+    with rejects("R060"):
+        read_run(tmp_path)
+    with rejects("R060"):
+        read_run(tmp_path / "missing")
+    with rejects("R061"):
+        write_page(tmp_path / "missing" / "page.html", "")
+    assert main(["report", *["run"] * 13]) == main(["ls", str(tmp_path / "missing")]) == main(["report"]) == 2
+
+
+def test_pages_need_no_torch(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 20)
+    code = f"import sys; from shoal.cli import main; main(['report', {str(path)!r}]); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
