@@ -162,6 +162,21 @@ def test_a_failure_with_the_text_of_an_earlier_one_is_restarted_after_progress(m
     assert not any("not restarted" in text for text in said)
 
 
+def failed(saved_step: int, *, is_of_replacement: bool = False) -> RunFailed:
+    error = RunFailed("rank 1 of 2 was killed by signal 9 (SIGKILL)", code="N024")
+    error.may_pass, error.saved_step, error.is_of_replacement = True, saved_step, is_of_replacement
+    return error
+
+
+def test_a_replacement_and_the_restart_after_it_count_as_one() -> None:
+    budget = RestartBudget(most=1, say=lambda text: None)
+    assert budget.take(failed(3))
+    assert budget.take(failed(3, is_of_replacement=True))
+    assert budget.generation == 2
+    assert not budget.take(failed(3))
+    assert budget.take(failed(4))  # progress: the budget is full again
+
+
 @pytest.mark.parametrize(("lives", "most_pauses"), [(2.0, 6), (20.0, 30)])
 def test_pauses_grow_where_restarts_do_not_help(
     lives: float, most_pauses: int, monkeypatch: pytest.MonkeyPatch
@@ -184,21 +199,6 @@ def test_pauses_grow_where_restarts_do_not_help(
         with_restarts(start, RestartBudget(most=3, say=lambda text: None), sleep=sleep)
     assert max(pauses) == (30.0 if lives < 10 else restart.FIRST_PAUSE)
     assert len(pauses) == pytest.approx(600 / (lives + max(pauses)), abs=most_pauses)
-
-
-def failed(saved_step: int, *, is_of_replacement: bool = False) -> RunFailed:
-    error = RunFailed("rank 1 of 2 was killed by signal 9 (SIGKILL)", code="N024")
-    error.may_pass, error.saved_step, error.is_of_replacement = True, saved_step, is_of_replacement
-    return error
-
-
-def test_a_replacement_and_the_restart_after_it_count_as_one() -> None:
-    budget = RestartBudget(most=1, say=lambda text: None)
-    assert budget.take(failed(3))
-    assert budget.take(failed(3, is_of_replacement=True))
-    assert budget.generation == 2
-    assert not budget.take(failed(3))
-    assert budget.take(failed(4))  # progress: the budget is full again
 
 
 # ---- states in memory -----------------------------------------------------------------------------------------------

@@ -285,16 +285,10 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
     def start(generation: int) -> dict[str, Any]:
         began = start_time if not generation else time.time()
         restarted = replace(invocation, generation=generation, memory_root=root, start_time=began)
-        grace_period, timeout = launched.grace_period, launched.timeout
+        limits: dict[str, Any] = {"grace_period": launched.grace_period, "timeout": launched.timeout}
         with noting_failure(job.recipe, invocation.command), _naming_shortened_data(job):
-            return launch(
-                train,
-                (job, restarted),
-                nproc=world_size,
-                grace_period=grace_period,
-                timeout=timeout,
-                budget=budget if _replaces_ranks(job.recipe) else None,
-            )[0]
+            replacing = budget if _replaces_ranks(job.recipe) else None
+            return launch(train, (job, restarted), nproc=world_size, budget=replacing, **limits)[0]
 
     def say(text: str) -> None:
         print(f"shoal: {text}", file=sys.stderr, flush=True)
