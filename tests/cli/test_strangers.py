@@ -130,7 +130,7 @@ def test_a_stranger_at_every_port_stops_nobody_and_runs_nothing(
     assert next(tried) > 200
     assert len(heard) > 100
     assert not (tmp_path / "ran").exists()
-    # gloo cannot authenticate a peer: a stranger in its place is found by the proof of the group, and is one more restart.
+    # gloo authenticates no peer: a stranger in its place is found by the proof of the group, and costs a restart.
     assert started.json["restarts"] >= 1
     assert committed(saves(tmp_path)) == STEPS
     assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, STEPS + 1))
