@@ -5,6 +5,7 @@ Each check runs in a child process, as in the doctor, and the child breaks its o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -91,9 +92,10 @@ def test_a_sound_host_has_no_failure_and_takes_seconds() -> None:
     began = time.perf_counter()
     found = run_checks(list(host_checks([])))
     seconds = time.perf_counter() - began
-    assert [each for each in found if each.level is Level.FAIL] == []
+    is_busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1)  # then a check may exceed its limit
+    assert [each for each in found if each.level is Level.FAIL and not (is_busy and "within" in each.evidence)] == []
     assert [each.check for each in found if "the check itself failed" in each.evidence] == []
-    assert seconds < 5
+    assert seconds < 5 or is_busy
     assert all(each.fix for each in found if each.level is not Level.OK)
 
 
@@ -137,8 +139,9 @@ def test_a_check_that_hangs_crashes_or_raises_hides_no_other() -> None:
 def test_hanging_file_systems_and_drivers_will_fail(tmp_path: Path) -> None:
     slow_files = files.directory_check("checkpoints", tmp_path, "--checkpoint.dir OTHER")
     slow_driver = next(gpu.checks())
-    for each, word in ((slow_files, str(tmp_path)), (slow_driver, "NVML")):
-        only(run_checks([Check(each.name, hang, 0.1, each.on_timeout)]), Level.FAIL, word, "0.1 s")
+    of_driver = Level.FAIL if Path("/dev/nvidia0").exists() else Level.WARNING
+    for each, word, level in ((slow_files, str(tmp_path), Level.FAIL), (slow_driver, "NVML", of_driver)):
+        only(run_checks([Check(each.name, hang, 0.1, each.on_timeout)]), level, word, "0.1 s")
 
 
 # ── network ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -285,7 +288,7 @@ def test_the_cores_of_a_control_group(group: Callable[..., None], monkeypatch: p
 
 @is_root
 def test_a_real_kill_in_a_control_group() -> None:
-    folder = Path("/sys/fs/cgroup/memory/shoal-doctor-test")
+    folder = Path(f"/sys/fs/cgroup/memory/shoal-doctor-test-{os.getpid()}")
     try:
         folder.mkdir()
     except OSError as error:
@@ -300,8 +303,11 @@ def test_a_real_kill_in_a_control_group() -> None:
 
         found = after(breaking, lambda: [*memory.kills(), *memory.memory()])
     finally:
-        time.sleep(0.05)
-        folder.rmdir()
+        for _ in range(100):  # the kernel counts a process for a moment after its end
+            time.sleep(0.02)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+                break
     kills, left = [each for each in found if each.level is not Level.OK]
     assert kills.evidence.endswith("lack of memory: 1")
     assert "the control group's limit of 64 MiB" in left.evidence

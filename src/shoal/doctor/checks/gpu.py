@@ -28,6 +28,8 @@ def checks() -> Iterator[Check]:
 
 
 def _hangs(seconds: float) -> Finding:
+    if not Path("/dev/nvidia0").exists():
+        return warning("GPUs", f"NVML gave no answer for {seconds:g} s, and there is no /dev/nvidia0", "shoal doctor")
     return will_fail("GPUs", f"the driver gave no answer for {seconds:g} s (NVML)", "sudo dmesg | grep -i xid; reboot")
 
 
