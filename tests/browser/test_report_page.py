@@ -96,7 +96,7 @@ def test_a_page_is_drawn_and_every_control_works(browser: Any, page_file: Path, 
 
 def test_a_page_without_javascript_shows_curves_and_tables(browser: Any, page_file: Path) -> None:
     visit = Visit(browser, page_file, java_script_enabled=False)
-    assert visit.page.locator("svg.fallback:visible").count() == 5
+    assert visit.page.locator(".fallback:visible").count() == 5
     assert visit.page.locator(".controls:visible").count() == 0
     assert "Died at step 300 of 400" in visit.page.inner_text("body")
     visit.close()

@@ -28,11 +28,9 @@ def curves(lines: Sequence[Points], label: str, ticks: tuple[str, str]) -> str:
         f'<path class="curve c{number % 6}" d="{_path(points, left, low, across, up)}"/>'
         for number, points in enumerate(lines)
     ]
-    words = f'<text x="2" y="12">{text(ticks[1])}</text><text x="2" y="{HEIGHT - 4}">{text(ticks[0])}</text>'
-    return (
-        f'<svg class="fallback" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" preserveAspectRatio="none">'
-        f"<title>{text(label)}</title>{''.join(parts)}{words}</svg>"
-    )
+    drawn = f"<title>{text(label)}</title>{''.join(parts)}"
+    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" preserveAspectRatio="none">{drawn}</svg>'
+    return f'<div class="fallback"><span>{text(ticks[1])}</span>{svg}<span>{text(ticks[0])}</span></div>'
 
 
 def _path(points: Points, left: float, low: float, across: float, up: float) -> str:

@@ -53,7 +53,6 @@ class MetricsTable:
 def make_table(records: Iterable[Mapping[str, Any]]) -> MetricsTable:
     """The columns of records. Of several records of one step, the last counts."""
     rows: dict[int, Mapping[str, Any]] = {}
-    keys: set[str] = set()
     evaluations: dict[int, float] = {}
     for record in records:
         step = record["step"]
@@ -61,14 +60,21 @@ def make_table(records: Iterable[Mapping[str, Any]]) -> MetricsTable:
             evaluations[step] = number(record["eval_loss"])
         elif len(rows) < MOST_STEPS:
             rows[step] = record
-            keys.update(record)
     table = MetricsTable(sorted(rows), evaluations=sorted(evaluations.items()))
     ordered = [rows[step] for step in table.steps]
-    for name in keys.intersection(COLUMNS):
+    for name in COLUMNS:
         values = [row.get(name) for row in ordered]
-        table.columns[name] = array("d", (each if type(each) is float else number(each) for each in values))
+        if any(value is not None for value in values):
+            table.columns[name] = _column(values)
     table.skipped = [row["step"] for row in ordered if row.get("skipped") is True]
     return table
+
+
+def _column(values: list[Any]) -> array[float]:
+    """The numbers of a column; the usual one has floats alone, which is fast."""
+    if all(type(value) is float for value in values):
+        return array("d", values)
+    return array("d", map(number, values))
 
 
 def number(value: Any) -> float:
