@@ -63,8 +63,9 @@ def fix_buckets(replicated: DistributedDataParallel) -> None:
     replicated.module = _Zero(parameters)
     try:
         with torch.enable_grad():
-            replicated().backward()
-            replicated()  # the buckets are made in a forward
+            zero = torch.zeros((), device=parameters[0].device)  # DDP on a GPU needs an argument
+            replicated(zero).backward()
+            replicated(zero)  # the buckets are made in a forward
     finally:
         replicated.module = module
         for each in parameters:
@@ -78,9 +79,8 @@ class _Zero(nn.Module):
         super().__init__()
         self.used = parameters
 
-    def forward(self) -> Tensor:
+    def forward(self, total: Tensor) -> Tensor:
         """Return 0."""
-        total = torch.zeros((), device=self.used[0].device)
         for each in self.used:
             total = total + 0.0 * each.sum().float()
         return total
