@@ -31,7 +31,7 @@ from torch import nn
 
 import shoal
 from shoal.comm.world import World
-from shoal.elastic.restart import with_restarts
+from shoal.elastic.restart import RestartBudget, with_restarts
 from shoal.launch.local import launch
 
 STEPS, DIES_IN, HOST_STEPS = 6, 4, 40
@@ -65,7 +65,7 @@ def run_of(folder: Path, dying: int | None = None) -> dict[int, float]:
     def start(generation: int) -> dict[int, float]:
         return launch(train, (folder, generation, dying), nproc=2)[0]
 
-    return with_restarts(start, most=3, say=lambda text: print(text.splitlines()[0]))
+    return with_restarts(start, RestartBudget(most=3, say=lambda text: print(text.splitlines()[0])))
 
 
 def lose_a_rank() -> None:

@@ -294,11 +294,11 @@ def test_a_real_kill_in_a_control_group() -> None:
     except OSError as error:
         pytest.skip(f"needs the memory controller of version 1: {error.strerror}")
     try:
-        (folder / "memory.limit_in_bytes").write_text(str(64 * 2**20))
+        (folder / "memory.limit_in_bytes").write_text(str(512 * 2**20))  # for pages that a large parent shares
 
         def breaking() -> None:
             (folder / "cgroup.procs").write_text(str(os.getpid()))
-            eater = "x = bytearray(2**28)"
+            eater = "x = bytearray(2**30)"
             subprocess.run([sys.executable, "-c", eater], check=False, capture_output=True)
 
         found = after(breaking, lambda: [*memory.kills(), *memory.memory()])
@@ -310,7 +310,7 @@ def test_a_real_kill_in_a_control_group() -> None:
                 break
     kills, left = [each for each in found if each.level is not Level.OK]
     assert kills.evidence.endswith("lack of memory: 1")
-    assert "the control group's limit of 64 MiB" in left.evidence
+    assert "the control group's limit of 512 MiB" in left.evidence
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
