@@ -104,7 +104,7 @@ def test_a_rank_that_hangs_is_named_and_ended(how: str, code: str, text: str) ->
     said = str(caught.value)
     assert said.startswith(f"rank 1 of 3 {text}"), said
     assert f"[{code}]" in said
-    assert "act (" in said or "all_reduce (" in said  # the stack
+    assert any(f"{name} (" in said for name in ("act", "all_reduce", "hang")), said  # the stack: it may have left `act`
     assert caught.value.may_pass == (how != "shape")
 
 
