@@ -207,13 +207,18 @@ def test_few_ephemeral_ports() -> None:
     only(after(breaking, network.ephemeral_ports), Level.WARNING, "100 ports (50000 to 50099)", "sysctl -w")
 
 
+def _unused_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 def test_a_taken_port_and_its_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         found = run_checks([Check("port", lambda: network.port_free(port))])
     only(found, Level.FAIL, f"{port} is taken by process {os.getpid()}", "export MASTER_PORT=")
-    [free] = network.port_free(port)
-    assert free.level is Level.OK
+    free = [next(iter(network.port_free(_unused_port()))).level for _ in range(5)]
+    assert Level.OK in free  # another process may take one in between
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -302,7 +307,8 @@ def test_a_real_kill_in_a_control_group() -> None:
 
         def breaking() -> None:
             (folder / "cgroup.procs").write_text(str(os.getpid()))
-            eater = "x = bytearray(2**30)"
+            Path("/proc/self/oom_score_adj").write_text("-1000")  # this fork may be larger than the eater
+            eater = "open('/proc/self/oom_score_adj', 'w').write('1000'); x = bytearray(2**30)"
             subprocess.run([sys.executable, "-c", eater], check=False, capture_output=True)
 
         found = after(breaking, lambda: [*memory.kills(), *memory.memory()])

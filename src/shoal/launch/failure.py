@@ -179,6 +179,12 @@ def raised_error(directory: Path, rank: int) -> ShoalError | None:
     return None
 
 
+def forget_failure(directory: Path, rank: int) -> None:
+    """Remove what a worker has written of its failure: another process takes its place."""
+    for path in (_failure_path(directory, rank), _error_path(directory, rank)):
+        path.unlink(missing_ok=True)
+
+
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name

@@ -32,7 +32,15 @@ from typing import Any
 from shoal.comm.shared_board import Board
 from shoal.errors import RunFailed, ShoalError, listed
 from shoal.launch import shutdown
-from shoal.launch.failure import Failure, as_exception, cause_of, first_failure, read_failure, sudden_end
+from shoal.launch.failure import (
+    Failure,
+    as_exception,
+    cause_of,
+    first_failure,
+    forget_failure,
+    read_failure,
+    sudden_end,
+)
 from shoal.launch.host_memory import Memory
 from shoal.launch.process import is_stopped
 from shoal.launch.replacement import Replacement
@@ -235,6 +243,9 @@ class WorkerGroup:
 
     def _start_again(self, rank: int) -> None:
         del self.ended[rank]
+        self.returned.pop(rank, None)
+        forget_failure(self.directory, rank)
+        value_path(self.directory, rank).unlink(missing_ok=True)
         self.processes[rank].close()
         self._start(rank)
 

@@ -48,7 +48,7 @@ class RunRecord:
         """The last step that is known to be made."""
         found = number(self.summary.get("steps"))
         last = self.metrics.steps[-1] if self.metrics.steps else 0
-        return max(last, int(found)) if found < 2**53 else last
+        return max(last, int(found)) if 0 <= found < 2**53 else last
 
     @property
     def saved_step(self) -> int:
@@ -130,13 +130,21 @@ def _saved_steps(path: Path) -> list[int]:
     """The steps of a folder of checkpoints that is no link."""
     if not _is_file(path, stat.S_ISDIR):
         return []
-    names = sorted(entry.name for entry in os.scandir(path))[:10_000]
+    names = [entry.name for entry in _entries(path)][:10_000]
     return [int(name[5:]) for name in names if re.fullmatch(r"step-\d{8,15}", name)]
+
+
+def _entries(path: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder, by name; nothing, if it cannot be read."""
+    try:
+        return sorted(os.scandir(path), key=lambda entry: entry.name)
+    except OSError:
+        return []
 
 
 def _ranks(path: Path) -> dict[int, list[Record]]:
     found: dict[int, list[Record]] = {}
-    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+    for entry in _entries(path):
         match = re.fullmatch(r"metrics\.rank(\d{1,6})\.jsonl", entry.name)
         if match and len(found) < MOST_RANKS:
             found[int(match[1])] = sample_records(Path(entry.path), RANK_SAMPLES)

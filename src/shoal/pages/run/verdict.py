@@ -37,7 +37,8 @@ def verdict_of(run: RunRecord) -> Verdict:
         return Verdict(f"Stopped at {step}{goal}", f"a signal stopped it; {after}")
     if run.state == "ended":
         restarts = number(run.summary.get("restarts"))
-        after = f"after {times(restarts, 'restart')}: the reasons are below" if restarts > 0 else ""
+        reasons = ": the reasons are below" if last_failure(run) else ""
+        after = f"after {times(restarts, 'restart')}{reasons}" if restarts > 0 else ""
         return Verdict(f"Ended after {step.removeprefix('step ')} steps", after)
     failed = last_failure(run)
     return Verdict(f"Died at {step}{goal}", str(failed.get("reason") or REASON) if failed else REASON)

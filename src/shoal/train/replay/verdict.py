@@ -108,8 +108,10 @@ def failure_of(found: Found, *, step: int, agreed_at: int | None, num_ranks: int
         what = f"{_ranks(found.always)} {compute} wrong: in step {step}, {its} gradient of {of} differs from {others}"
         return RunFailed(what, fix=f"replace the machine of {_ranks(found.always)}, {resume}", code="T075")
     if found.once:
-        what = f"{_ranks(found.once)} computed wrong once: in step {step}, its gradient of {of} differs from its replay"
-        failed = RunFailed(what, fix=f"replace the machine of {_ranks(found.once)}, if it happens again", code="T076")
+        its = "its" if len(found.once) == 1 else "their"
+        ranks = _ranks(found.once)
+        what = f"{ranks} computed wrong once: in step {step}, {its} gradient of {of} differs from {its} replay"
+        failed = RunFailed(what, fix=f"replace the machine of {ranks}, if it happens again", code="T076")
         failed.may_pass = True
         return failed
     what = f"{_ranks(found.undecided)} compute different gradients of {of} from the same samples, in step {step}"

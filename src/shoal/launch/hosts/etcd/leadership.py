@@ -59,20 +59,20 @@ class Leadership:
     def wait_to_lead(self, address: tuple[str, int], say: Callable[[str], None], check: Callable[[], None]) -> bool:
         """Return True when this coordinator leads, False if the run has ended under another one. `check` is called
         every turn, and may raise."""
-        is_noted = False
+        seen = ""  # the lease of the last other leader: an earlier run of the same name has ended, too
         while True:
             check()
             try:
-                if self._takes_lead(address):
-                    return True
-                leader = self.address()
-                if is_noted and self.state().get("has_ended"):
+                leader = self._read("leader")
+                if leader is None and seen and self.state().get("ended_by") == seen:
                     return False
-                if leader is not None and not is_noted:
-                    is_noted = True
-                    say(f"the coordinator at {leader[0]}:{leader[1]} leads; this one waits to take over")
+                if leader is None and self._takes_lead(address):
+                    return True
+                if leader is not None and not seen:
+                    say(f"the coordinator at {leader['host']}:{leader['port']} leads; this one waits to take over")
+                seen = seen if leader is None else str(leader["lease"])
             except Unreachable as error:
-                if not is_noted:
+                if not seen:
                     raise self._unreachable(error) from None
             time.sleep(POLL)
 
@@ -93,12 +93,15 @@ class Leadership:
         now = time.monotonic()
         if not self.lease or now < self._tried + RENEWAL:
             return
-        self._tried, why = now, "it has expired"
-        with contextlib.suppress(Unreachable):
+        self._tried = now
+        try:
             if self.etcd.renew(self.lease):
                 self._renewed = now
                 return
-        if time.monotonic() > self._renewed + PATIENCE:
+            why, is_lost = "its lease has expired", True
+        except Unreachable as error:
+            why, is_lost = str(error), time.monotonic() > self._renewed + PATIENCE
+        if is_lost:
             self.lease = ""
             raise self._lost(why)
 
@@ -118,7 +121,7 @@ class Leadership:
         if self.lease:
             with contextlib.suppress(Unreachable, LostLead):
                 if has_ended:
-                    self.write({**self.state(), "has_ended": True})
+                    self.write({**self.state(), "has_ended": True, "ended_by": self.lease})
                 self.etcd.revoke(self.lease)
             self.lease = ""
 

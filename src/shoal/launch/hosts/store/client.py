@@ -102,8 +102,11 @@ class RankStore(dist.Store):
                     self._channel.flush()
                     if answers := self._channel.read():
                         return answers[0]["is"]
-            except Ended as error:
-                raise dist.DistNetworkError(f"the store at {self._address} is lost: {error}") from None
+            except BaseException as error:
+                self._channel.close()  # else a late answer would be taken for that of the next request
+                if isinstance(error, Ended | OSError | ValueError):
+                    raise dist.DistNetworkError(f"the store at {self._address} is lost: {error}") from None
+                raise
 
 
 def _connected(address: tuple[str, int], key: bytes, seconds: float) -> Channel:

@@ -146,8 +146,10 @@ class Autosaver:
             reject_other_base(self.run.composed, world, manifest, store.where)
             self._compare_data(manifest)
             restore(self.run, manifest)
-            on_disk = self._archive(after=manifest.step)
-            self.last = self.saved = manifest.step if manifest.step in on_disk else None  # else it is only in memory
+            is_on_disk = manifest.step in self._archive(after=manifest.step)
+            if len(self.disk_hosts.groups) > 1:  # else all ranks see one disk
+                is_on_disk = all(world.all_gather_object(is_on_disk))
+            self.last = self.saved = manifest.step if is_on_disk else None  # else it is only in memory
         return manifest
 
     def _load_from_hosts(self, step: int | None) -> Manifest | None:
