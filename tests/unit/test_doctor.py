@@ -295,6 +295,18 @@ def test_the_cores_of_a_control_group(group: Callable[..., None], monkeypatch: p
     only(list(cores.cores()), Level.WARNING, "cpu.max is 0.5 of 8 cores", "--cpus=8")
 
 
+KILLED_BESIDE = """
+import os, subprocess, sys
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+subprocess.run([sys.executable, "-c", "x = bytearray(2**28)"])
+from shoal.doctor.checks import memory
+from shoal.doctor.finding import Level
+for each in (*memory.kills(), *memory.memory()):
+    if each.level is not Level.OK:
+        print(each.evidence)
+"""
+
+
 @is_root
 def test_a_real_kill_in_a_control_group() -> None:
     folder = Path(f"/sys/fs/cgroup/memory/shoal-doctor-test-{os.getpid()}")
@@ -303,24 +315,20 @@ def test_a_real_kill_in_a_control_group() -> None:
     except OSError as error:
         pytest.skip(f"needs the memory controller of version 1: {error.strerror}")
     try:
-        (folder / "memory.limit_in_bytes").write_text(str(512 * 2**20))  # for pages that a large parent shares
-
-        def breaking() -> None:
-            (folder / "cgroup.procs").write_text(str(os.getpid()))
-            Path("/proc/self/oom_score_adj").write_text("-1000")  # this fork may be larger than the eater
-            eater = "open('/proc/self/oom_score_adj', 'w').write('1000'); x = bytearray(2**30)"
-            subprocess.run([sys.executable, "-c", eater], check=False, capture_output=True)
-
-        found = after(breaking, lambda: [*memory.kills(), *memory.memory()])
+        (folder / "memory.limit_in_bytes").write_text(str(64 * 2**20))
+        ended = subprocess.run(  # a process of its own: a fork of this one may be larger than what is to be killed
+            [sys.executable, "-c", KILLED_BESIDE, str(folder)], capture_output=True, text=True, check=False
+        )
     finally:
         for _ in range(100):  # the kernel counts a process for a moment after its end
             time.sleep(0.02)
             with contextlib.suppress(OSError):
                 folder.rmdir()
                 break
-    kills, left = [each for each in found if each.level is not Level.OK]
-    assert kills.evidence.endswith("lack of memory: 1")
-    assert "the control group's limit of 512 MiB" in left.evidence
+    assert ended.returncode == 0, ended.stderr
+    kills, left = ended.stdout.splitlines()
+    assert kills.endswith("lack of memory: 1")
+    assert "the control group's limit of 64 MiB" in left
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
