@@ -19,6 +19,7 @@ from shoal.comm.heartbeat.heart import Heart
 from shoal.comm.heartbeat.ticket import Ticket
 from shoal.launch import cgroup
 from shoal.launch.failure import Failure, write_failure
+from shoal.launch.host_memory import Memory
 from shoal.launch.watch.reading import ProcessState, Reading, cpu_of_descendants
 from shoal.launch.watch.report import problem_of
 from shoal.launch.watch.stacks import excerpt, is_debugged, main_frames, outliers
@@ -537,6 +538,18 @@ def test_out_of_memory_kills_of_the_control_group(tmp_path: Path, own: str, file
     (tmp_path / file).parent.with_name("memory.max").write_text(str(2**29))  # of the group around it, if it has one
     is_inside = (tmp_path / file).parent != tmp_path
     assert cgroup.limit(tmp_path, tmp_path / "own") == (2**29 if is_inside else 2**30)
+
+
+def test_a_kill_for_lack_of_memory_explains_only_what_ends_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, memory = [2], Memory()
+    monkeypatch.setattr(cgroup, "oom_kills", lambda: counted[0])
+    memory.look()
+    assert not memory.has_run_out()
+    counted[0] = 3
+    assert memory.has_run_out()
+    for _ in range(25):
+        memory.look()
+    assert not memory.has_run_out()
 
 
 # ---- stragglers -----------------------------------------------------------------------------------------------------

@@ -22,17 +22,15 @@ class Memory:
 
     total: int = 0
     recent: tuple[int, ...] = ()
-    oom_kills_before: int | None = None
-    own_oom_kills_before: int | None = None
-    """Those of this control group; None: it has no counter."""
+    kills: tuple[tuple[int, int | None], ...] = ()
+    """Kills for lack of memory at each of the last looks: of the host, and of this control group (None: no counter).
+    One of days ago does not explain that of now."""
     workers: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Rank → bytes in memory when first seen, and the most that was seen."""
 
     def look(self, pids: Mapping[int, int] | None = None) -> None:
         """Record the memory in use now, also of the processes of these ranks."""
-        if self.oom_kills_before is None:
-            self.oom_kills_before = _counter("/proc/vmstat", "oom_kill")
-            self.own_oom_kills_before = cgroup.oom_kills()
+        self.kills = (*self.kills[-24:], (_counter("/proc/vmstat", "oom_kill"), cgroup.oom_kills()))
         available = _counter("/proc/meminfo", "MemAvailable:") * 1024
         self.total = _counter("/proc/meminfo", "MemTotal:") * 1024
         self.recent = (*self.recent[-24:], self.total - available)
@@ -54,7 +52,7 @@ class Memory:
         return f"; {numbers}: it likely ran out" if used > SHORT_OF_MEMORY * self.total > 0 else ""
 
     def has_run_out(self) -> bool:
-        """Whether the kernel has killed a process for lack of memory since the first look."""
+        """Whether the kernel has killed a process for lack of memory in the last seconds."""
         return self._group_killed() or self._host_killed()
 
     def of_worker(self, rank: int) -> dict[str, int]:
@@ -67,12 +65,12 @@ class Memory:
 
     def _group_killed(self) -> bool:
         own = cgroup.oom_kills()
-        return own is not None and own > (self.own_oom_kills_before or 0)
+        return own is not None and bool(self.kills) and own > (self.kills[0][1] or 0)
 
     def _host_killed(self) -> bool:
         """Whether the host killed any process, where this control group has no counter."""
-        before = self.oom_kills_before
-        return cgroup.oom_kills() is None and before is not None and _counter("/proc/vmstat", "oom_kill") > before
+        is_counted = cgroup.oom_kills() is None and bool(self.kills)
+        return is_counted and _counter("/proc/vmstat", "oom_kill") > self.kills[0][0]
 
 
 def resident_bytes(pid: int | str = "self") -> int:
