@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -152,6 +153,9 @@ def test_another_coordinator_takes_over_when_the_host_of_one_is_lost(etcd: None,
         shutil.rmtree(memories[first])
         wait_for("taking over generation 0 of hosts 10.76.0.1, 10.76.0.2", third, tmp_path)
         taken = time.monotonic() - began
+        recorded = re.search(r"step (\d+) was saved", said(third, tmp_path))
+        assert recorded is not None  # else a run without its checkpoints would start over at step 0
+        assert 0 < int(recorded[1]) <= max(known)
         while not steps(second, tmp_path):
             assert time.monotonic() < began + 60, {each: said(each, tmp_path)[-3000:] for each in NAMES}
             time.sleep(0.05)

@@ -21,16 +21,16 @@ from shoal.cli.agent.prepare import check_recipe
 from shoal.cli.train import main as train
 from shoal.comm.rendezvous.key import Key
 from shoal.errors import ShoalError
-from shoal.launch.hosts import door as door_module
+from shoal.launch.hosts import listener as listener_module
 from shoal.launch.hosts import members as members_module
 from shoal.launch.hosts import messages as messages_module
 from shoal.launch.hosts.agent.join import join, run_agent
 from shoal.launch.hosts.agent.probe import Probe
 from shoal.launch.hosts.hostlist import HostSpec, called, check_names, choose_address, read_hosts
-from shoal.launch.hosts.lifetime import STOP_SIGNALS
 from shoal.launch.hosts.members import Members
 from shoal.launch.hosts.messages import CHALLENGE, MAGIC, MOST, PROOF, Channel, Ended, Stranger, prove
 from shoal.launch.hosts.ssh import command_for, is_reached, start_agent, why_ended
+from shoal.launch.stop_signals import STOP_SIGNALS
 from tests.rejects import rejects
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -129,7 +129,7 @@ def test_an_agent_joins_through_a_crowd_of_strangers(door: tuple[Members, list[s
         assert [(member.name, event["say"]) for member, event in events] == [("b", "joined")]
         assert coordinator.members[1].is_here
         assert not coordinator.members[0].is_here
-        assert len(coordinator.door.strangers) <= door_module.MOST_STRANGERS
+        assert len(coordinator.listener.strangers) <= listener_module.MOST_STRANGERS
         assert len(said) < 25  # a flood does not fill the log
         assert any("rejected a connection from 127.0.0.1: it does not hold the key" in text for text in said)
         # A process that holds the key, but is of no listed host, is sent away.
@@ -155,10 +155,10 @@ def test_a_flood_from_one_address_does_not_evict_others(door: tuple[Members, lis
             socket.create_connection(address(coordinator), source_address=("127.0.0.9", 0))
         )  # the oldest
         coordinator.turn(0.01)
-        for _ in range(door_module.MOST_STRANGERS + 10):
+        for _ in range(listener_module.MOST_STRANGERS + 10):
             stack.enter_context(socket.create_connection(address(coordinator)))
             coordinator.turn(0.01)
-        assert [each.address for each in coordinator.door.strangers].count("127.0.0.9") == 1
+        assert [each.address for each in coordinator.listener.strangers].count("127.0.0.9") == 1
 
 
 def test_a_connection_that_breaks_in_the_handshake_is_tried_again() -> None:
@@ -248,14 +248,14 @@ def test_who_proves_nothing_in_time_is_sent_away(
     coordinator, said = door
     with socket.create_connection(address(coordinator)) as slow:
         coordinator.turn(0.01)
-        coordinator.door.strangers[0].deadline = time.monotonic() + 0.05
+        coordinator.listener.strangers[0].deadline = time.monotonic() + 0.05
         assert len(slow.recv(CHALLENGE)) == CHALLENGE
         for _ in range(20):
             with contextlib.suppress(OSError):
                 slow.send(b"x")
             time.sleep(0.005)
             coordinator.turn(0.01)
-        assert coordinator.door.strangers == []
+        assert coordinator.listener.strangers == []
         assert said == ["rejected a connection from 127.0.0.1: it proved nothing in time"]
 
 
@@ -266,7 +266,7 @@ def test_other_keys_and_other_versions_are_named(
     error, events = served(coordinator, lambda: join(address(coordinator), Key(OTHER, "SHOAL_KEY"), "b"))
     assert (error.codes, events) == (("N052",), [])
     assert "SHOAL_KEY" in str(error)
-    assert coordinator.door.rejected == {"127.0.0.1"}
+    assert coordinator.listener.rejected == {"127.0.0.1"}
     facts = members_module.facts()
     monkeypatch.setattr(members_module, "facts", lambda: {**facts, "torch": "9.9"})
     with rejects("N056", "host b has torch"), contextlib.closing(late := Late()):

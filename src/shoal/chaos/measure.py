@@ -124,7 +124,7 @@ def _interval(journal: Journal) -> float:
 
 
 def _predicted(wall: float, restarts: int, pause: float, interval: float) -> float:
-    """The prediction of `predict.goodput` for a run with so many restarts, pauses and checkpoints."""
+    """The prediction of `predict.goodput` for a run with this number of restarts, pause and interval of checkpoints."""
     if not restarts:
         return 1.0
     recovery = Recovery(

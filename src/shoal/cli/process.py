@@ -14,7 +14,7 @@ from typing import Any
 def signals_as_exceptions() -> Iterator[None]:
     """Raise on signals that end the process, so that `finally` blocks run. While workers run, the launcher passes the
     signals on to them."""
-    from shoal.launch.worker import PASSED_ON
+    from shoal.launch.stop_signals import STOP_SIGNALS
 
     def end(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
@@ -22,7 +22,7 @@ def signals_as_exceptions() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, end) for number in PASSED_ON if number != signal.SIGINT}
+    before = {number: signal.signal(number, end) for number in STOP_SIGNALS if number != signal.SIGINT}
     try:
         yield
     finally:

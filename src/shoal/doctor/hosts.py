@@ -33,7 +33,7 @@ START_SECONDS = 20.0
 APART = 2.0
 """Seconds between two clocks from which logs of hosts cannot be compared."""
 SLOWER = 4.0
-"""A link is slow if the median one is so many times as fast, and it has less than a gigabit."""
+"""A link is slow if the median one is at least this many times as fast, and it has less than a gigabit."""
 GIGABIT = 125e6
 MOST_BYTES = 2**20
 """Bytes that one host may print."""

@@ -22,6 +22,7 @@ import time
 from typing import Any
 
 from shoal.comm.rendezvous.network_interface import interface_towards
+from shoal.launch.hosts.messages import Ended, read_exactly
 
 LENGTH = 4 * 2**20
 TRIES = 3
@@ -45,9 +46,9 @@ def _serve(server: socket.socket, token: bytes) -> None:
 
 
 def _answer(connection: socket.socket, token: bytes) -> None:
-    with contextlib.suppress(OSError), connection:
+    with contextlib.suppress(OSError, Ended), connection:
         connection.settimeout(SECONDS)
-        head = _read(connection, TOKEN + 4)
+        head = read_exactly(connection, TOKEN + 4)
         if not hmac.compare_digest(head[:TOKEN], token):
             return
         connection.sendall(b"s")
@@ -58,16 +59,6 @@ def _answer(connection: socket.socket, token: bytes) -> None:
             if left:
                 return
             connection.sendall(b"l")
-
-
-def _read(connection: socket.socket, number: int) -> bytes:
-    data = b""
-    while len(data) < number:
-        more = connection.recv(number - len(data))
-        if not more:
-            raise ConnectionError("closed")
-        data += more
-    return data
 
 
 def reach(name: str, port: int, token: bytes) -> dict[str, Any]:
@@ -90,17 +81,17 @@ def reach(name: str, port: int, token: bytes) -> dict[str, Any]:
             said["failed"] = "small"
             began = time.perf_counter()
             connection.sendall(token + struct.pack("<I", LENGTH))
-            _read(connection, 1)
+            read_exactly(connection, 1)
             said["seconds"] = time.perf_counter() - began
             said["failed"] = "large"
             data = secrets.token_bytes(2**16) * (LENGTH // 2**16)
             for _ in range(TRIES):
                 began = time.perf_counter()
                 connection.sendall(data)
-                _read(connection, 1)
+                read_exactly(connection, 1)
                 said["rate"] = max(said["rate"], LENGTH / (time.perf_counter() - began))
     except TimeoutError:
         return {**said, "why": f"no answer for {SECONDS:g} s"}
-    except (OSError, UnicodeError) as error:
+    except (OSError, UnicodeError, Ended) as error:
         return {**said, "why": getattr(error, "strerror", None) or str(error)}
     return {**said, "failed": ""}

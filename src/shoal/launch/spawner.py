@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.launch.replacement import Replacement
-from shoal.launch.worker import PASSED_ON, Assignment, work
+from shoal.launch.stop_signals import STOP_SIGNALS
+from shoal.launch.worker import Assignment, work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ class Spawner:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

@@ -29,11 +29,8 @@ from shoal.comm.heartbeat.heart import heart, start_heart
 from shoal.comm.rendezvous.environment import Placement
 from shoal.launch.failure import failure_of, write_failure
 from shoal.launch.shutdown import leave_in_time
+from shoal.launch.stop_signals import STOP_SIGNALS
 from shoal.launch.survivor import become_survivor
-
-_HANG_UP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)  # nohup ignores it
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_HANG_UP)
-"""Signals that request a clean stop: Ctrl-C, a scheduler, Slurm before its time limit, and a closed terminal."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -196,9 +193,9 @@ def _set_up(assignment: Assignment) -> None:
         end_without_gil(assignment.parent)
     lead_own_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a fork inherits the parent's, which forward signals
-    for number in PASSED_ON[1:]:
+    for number in STOP_SIGNALS[1:]:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     for connection in assignment.to_close:
         connection.close()
     end_with_parent(assignment.lifeline, assignment.directory)

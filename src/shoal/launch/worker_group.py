@@ -19,14 +19,12 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from shoal.comm.shared_board import Board
@@ -42,11 +40,12 @@ from shoal.launch.failure import (
     sudden_end,
 )
 from shoal.launch.host_memory import Memory
-from shoal.launch.process import is_stopped
 from shoal.launch.replacement import Replacement
 from shoal.launch.spawner import Spawner
+from shoal.launch.stop_signals import queueing_signals
+from shoal.launch.watch.reading import is_stopped
 from shoal.launch.watch.watcher import Watcher
-from shoal.launch.worker import PASSED_ON, board_path, generation_folder, saved_path, value_path
+from shoal.launch.worker import board_path, generation_folder, saved_path, value_path
 
 TURN = 0.2  # seconds between two checks of signals, deadlines and memory; the end of a worker is seen at once
 SETTLE = 0.3  # seconds after the first failure in which an earlier one may still be reported
@@ -184,7 +183,7 @@ class WorkerGroup:
 
     def receiving_signals(self) -> contextlib.AbstractContextManager[None]:
         """Queue SIGINT and SIGTERM for `watch`."""
-        return _queueing_signals(self.signals)
+        return queueing_signals(self.signals)
 
     def _note_end(self, end: Any) -> None:
         rank = self.running.pop(end)
@@ -354,24 +353,6 @@ class WorkerGroup:
             _kill_group(process)
         with contextlib.suppress(ProcessLookupError):
             os.kill(_pid(process), number)
-
-
-@contextlib.contextmanager
-def _queueing_signals(queue: list[int]) -> Iterator[None]:
-    """Append signals that request a stop to a queue. Only the main thread can; elsewhere handlers stay as they are."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def enqueue(number: int, frame: FrameType | None) -> None:
-        queue.append(number)
-
-    before = {number: signal.signal(number, enqueue) for number in PASSED_ON}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _explained_by(watcher: Watcher | None, failure: Failure) -> Failure:

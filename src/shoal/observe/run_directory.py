@@ -209,7 +209,7 @@ def environment() -> dict[str, Any]:
 
 
 def _sign(lock: BinaryIO, command: str) -> None:
-    """Write into the lock which command holds it: another run of the same recipe may be beside it."""
+    """Write into the lock which command holds it: several runs of one recipe may exist."""
     if not command:
         return
     with suppress(OSError):  # a full disk: the lock works without it. Unbuffered, so that `close` cannot fail

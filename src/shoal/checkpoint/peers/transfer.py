@@ -10,6 +10,7 @@ end. What it could not read arrives as zeros, and has the wrong hash.
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -64,7 +65,7 @@ def send_files(
             raise errors[0]
 
 
-class _End:
+class _End(ABC):
     """One end of a transfer, with the buffer of its chunk."""
 
     def __init__(self, peer: int, tag: int, file: File, path: Path) -> None:
@@ -76,12 +77,13 @@ class _End:
         """The buffer for a chunk; the last one is shorter."""
         return self.buffer[: min(CHUNK, self.file.size - number * CHUNK)]
 
+    @abstractmethod
     def start(self, number: int, group: dist.ProcessGroup) -> Any:
         """Start to send or receive a chunk."""
-        raise NotImplementedError
 
     def finish(self, number: int) -> None:
         """Called when the chunk was sent or received."""
+        return
 
 
 class _Sender(_End):

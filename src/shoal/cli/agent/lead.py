@@ -52,7 +52,8 @@ def _led(leadership: Leadership, coordinator: Coordinator, train: Callable[..., 
         state = leadership.state()
         if state and not state.get("has_ended"):
             hosts = ", ".join(name for name, _ in state["hosts"])
-            _say(f"taking over generation {state['generation']} of hosts {hosts}: {state['plan']}")
+            saved = f", step {state['num_saved']} was saved" if state["num_saved"] else ""
+            _say(f"taking over generation {state['generation']} of hosts {hosts}{saved}: {state['plan']}")
             coordinator.job = replace(coordinator.job, name=str(state["job"]))
             coordinator.continue_from(state)
         return train(coordinator.run, sleep=coordinator.pause)

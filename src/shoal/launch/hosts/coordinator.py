@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from shoal.blueprint.plan import Plan
@@ -22,11 +21,12 @@ from shoal.errors import ShoalError
 from shoal.launch.hosts.etcd.leadership import LostLead
 from shoal.launch.hosts.generation import Generation, Grown, Job, check_shared_folder
 from shoal.launch.hosts.hostlist import HostSpec
-from shoal.launch.hosts.lifetime import STOP_SIGNALS, forked
+from shoal.launch.hosts.lifetime import forked
 from shoal.launch.hosts.members import Member, Members
 from shoal.launch.hosts.messages import Message
 from shoal.launch.hosts.ssh import NOBODY, Command, start_agent, why_ended
 from shoal.launch.hosts.store.process import StoreProcess, close_all_but
+from shoal.launch.stop_signals import STOP_SIGNALS, queueing_signals
 
 SECONDS_TO_NOTE = 8.0
 """Seconds after which hosts that have not joined are named."""
@@ -36,6 +36,8 @@ SECONDS_TO_GATHER = 2.0
 """Seconds in which agents join a coordinator that has taken over, before a generation without the others starts."""
 SETTLE = 0.5
 """Seconds after the first agent that cannot be started in which others may fail, too."""
+RECORD_EVERY = 2.0
+"""Seconds between two records of saved steps."""
 REVIVAL = 5.0
 """Seconds between two attempts to start the agent of a lost host."""
 
@@ -64,7 +66,10 @@ class Coordinator:
     shares_disk: bool = True
     """Whether all hosts were found to see the same directory of checkpoints."""
     record: Callable[[Message], None] = lambda state: None
-    """Called with the state of the run before each generation."""
+    """Called with the state of the run before each generation, and after saves."""
+    state: Message = field(default_factory=dict)
+    """Hosts and plan of the last generation."""
+    next_record: float = 0.0
     experienced: set[Member] = field(default_factory=set)
     """The hosts that have run the job."""
     next_revival: float = 0.0
@@ -89,8 +94,8 @@ class Coordinator:
 
     def _run_generation(self, hosts: list[Member]) -> Any:
         generation = Generation(
-            self.number, self.members, hosts, self.job, self.store.address, self.signals, self.revive,
-            saved_before=self.num_saved, shares_disk=self.shares_disk,
+            self.number, self.members, hosts, self.job, self.store.address, self.signals,
+            lambda: self._turn(generation), saved_before=self.num_saved, shares_disk=self.shares_disk,
         )  # fmt: skip
         try:
             generation.check_network()
@@ -98,9 +103,9 @@ class Coordinator:
             check_shared_folder(generation)
             self.shares_disk = generation.shares_disk
             members = [[host.name, host.spec.slots] for host in hosts]
-            state = {"generation": self.number, "hosts": members, "plan": generation.plan, "job": self.job.name}
-            self.store.publish(state)
-            self.record({**state, "num_saved": self.num_saved, "shares_disk": self.shares_disk})
+            self.state = {"generation": self.number, "hosts": members, "plan": generation.plan, "job": self.job.name}
+            self.store.publish(self.state)
+            self._record()
             if len(hosts) != self.num_used:
                 plan = Plan.parse(generation.plan).brief()
                 self.members.say(f"continuing on {len(hosts)} of {len(self.members.members)} hosts: {plan}")
@@ -120,6 +125,17 @@ class Coordinator:
             raise
         finally:
             self.num_saved = max(self.num_saved, generation.saved_step or 0)
+
+    def _turn(self, generation: Generation) -> None:
+        """Start missing agents, and record a newer saved step: a run that is taken over must not start at step 0."""
+        self.revive()
+        newest = generation.saved_step or 0
+        if newest > self.num_saved and time.monotonic() > self.next_record:
+            self.num_saved, self.next_record = newest, time.monotonic() + RECORD_EVERY
+            self._record()
+
+    def _record(self) -> None:
+        self.record({**self.state, "num_saved": self.num_saved, "shares_disk": self.shares_disk})
 
     def _can_leave_out(self, host: Member) -> bool:
         """Whether the run can continue without a host that has rejected the job: others have run it before."""
@@ -210,7 +226,7 @@ class Coordinator:
 
     def _waiting_for(self, missing: Sequence[Member]) -> str:
         names = ", ".join(member.name for member in missing)
-        rejected = ", ".join(sorted(self.members.door.rejected))
+        rejected = ", ".join(sorted(self.members.listener.rejected))
         key = f"; processes at {rejected} were rejected: they hold another key" if rejected else ""
         host, port = self.address
         by_hand = f"on each of them: shoal agent --join {host}:{port} --name NAME"
@@ -279,7 +295,7 @@ def coordinating(
     members = Members(hosts, secret, listening, _say)
     coordinator = Coordinator(members, store, job, ssh, key_text, local_agent, timeout, min_hosts, num_used=len(hosts))
     lets_go = True
-    with _receiving_signals(coordinator.signals):
+    with queueing_signals(coordinator.signals):
         try:
             yield coordinator
         except LostLead:
@@ -299,19 +315,6 @@ def _be_agent(serve: LocalAgent, address: tuple[str, int], key: str, name: str) 
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     return serve(address, key, name)
-
-
-@contextlib.contextmanager
-def _receiving_signals(signals: list[int]) -> Iterator[None]:
-    def enqueue(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-
-    before = {number: signal.signal(number, enqueue) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _say(text: str) -> None:

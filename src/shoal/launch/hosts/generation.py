@@ -67,7 +67,7 @@ class Generation:
     signals: list[int]
     """Received signals that are still to be handled."""
     revive: Callable[[], None]
-    """Called in each turn: start the agents of hosts that are missing."""
+    """Called in each turn: starts the agents of hosts that are missing, and records saved steps."""
     shares_disk: bool = True
     """Whether all hosts see the same directory of checkpoints."""
     saved_before: int = 0

@@ -13,9 +13,6 @@ import warnings
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
-_HANG_UP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)  # nohup ignores it
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_HANG_UP)
-"""Signals that request a clean stop: those of a launch on one host, whose module loads torch."""
 
 
 def die_with_parent(parent: int) -> None:

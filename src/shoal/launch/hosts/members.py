@@ -1,6 +1,6 @@
 """The hosts of a run as the coordinator sees them: who has joined, who is silent, who is a stranger.
 
-One selector serves all connections, and nothing else blocks. A connection has to prove the key first (`Door`); then
+One selector serves all connections, and nothing else blocks. A connection has to prove the key first (`Listener`); then
 its host says its name and versions, and becomes a `Member`. What members report is returned by `Members.turn`.
 """
 
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shoal.errors import Problem, ShoalError
-from shoal.launch.hosts.door import Door
 from shoal.launch.hosts.hostlist import HostSpec, called
+from shoal.launch.hosts.listener import Listener
 from shoal.launch.hosts.messages import BEAT, PROCESS_SILENCE, Channel, Ended, Message
 from shoal.launch.hosts.output import Lines
 from shoal.launch.hosts.reports import plain_error
@@ -65,7 +65,7 @@ class Members:
     members: list[Member] = field(default_factory=list)
     shows_plain: Member | None = None
     """The host of rank 0, whose output has no prefix."""
-    door: Door = field(init=False)
+    listener: Listener = field(init=False)
     has_begun: bool = False
     """Whether ranks have been started: from then on no agent that joins can end the run."""
     each_turn: Callable[[], None] = lambda: None
@@ -79,7 +79,7 @@ class Members:
     def __post_init__(self) -> None:
         self.members = [Member(spec) for spec in self.hosts]
         self.shows_plain = self.members[0]
-        self.door = Door(self.listening, self.key, self.say)
+        self.listener = Listener(self.listening, self.key, self.say)
 
     @property
     def present(self) -> list[Member]:
@@ -110,7 +110,7 @@ class Members:
         events: list[Event] = []
         for member in self.present:
             events += self._read(member, is_ready=member.channel.socket in ready)  # type: ignore[union-attr]
-        self._unnamed += self.door.admit(ready)
+        self._unnamed += self.listener.admit(ready)
         events += self._named(ready)
         return [*events, *self._silent()]
 
@@ -122,7 +122,7 @@ class Members:
             source.close()
 
     def _sources(self) -> Iterator[tuple[socket.socket, bool]]:
-        for source in self.door.sources():
+        for source in self.listener.sources():
             yield source, False
         for channel, _ in self._unnamed:
             yield channel.socket, bool(channel.num_unsent)

@@ -224,12 +224,12 @@ class Stranger:
 def prove(connection: socket.socket, key: bytes) -> Channel:
     """Authenticate to a coordinator over a new connection with a timeout; `WrongKey` if it holds another key."""
     try:
-        greeting = _exactly(connection, CHALLENGE)
+        greeting = read_exactly(connection, CHALLENGE)
         if not greeting.startswith(MAGIC):
             raise Ended("no coordinator of this version of shoal answers there")
         challenge, nonce = greeting[len(MAGIC) :], secrets.token_bytes(NONCE)
         connection.sendall(nonce + mac(key, "agent", challenge, nonce))
-        answer = _exactly(connection, TAG)
+        answer = read_exactly(connection, TAG)
     except OSError as error:
         raise Ended(str(error)) from None
     if answer == REJECTED:
@@ -261,7 +261,8 @@ def _seconds_without_answer(connection: socket.socket) -> float:
     return 0.0 if not under_way and probes < MOST_PROBES else last_answer / 1000
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def read_exactly(connection: socket.socket, size: int) -> bytes:
+    """Read a number of bytes; raises `Ended` if the connection ends before."""
     data = b""
     while len(data) < size:
         part = connection.recv(size - len(data))

@@ -78,13 +78,28 @@ class ProcessState:
     """Seconds in state T."""
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP) has stopped a process; a debugger's stop is another state."""
+    return _stat(pid)[:1] == ["T"]
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of `stat` after the name, which may hold spaces and parentheses; empty: there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def read_state(pid: int) -> ProcessState:
     """Read the state of a process."""
     folder = Path(f"/proc/{pid}")
     try:
-        fields = (folder / "stat").read_text().rpartition(")")[2].split()
         status = (folder / "status").read_text()
     except OSError:
+        return ProcessState()
+    fields = _stat(pid)
+    if not fields:  # it has ended in between
         return ProcessState()
     tracer = next((line.split()[1] for line in status.splitlines() if line.startswith("TracerPid:")), "0")
     return ProcessState(

@@ -1,6 +1,6 @@
 """Where the time of a step is spent, as far as metrics know: data, communication, computation and the rest.
 
-The parts add to 1 by construction. Communication counts only as far as no computation runs beside it.
+The parts add to 1 by construction. Only communication that is not overlapped with computation counts.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from shoal.launch.worker import PASSED_ON
+from shoal.launch.stop_signals import STOP_SIGNALS
 from shoal.observe.progress import ProgressLine
 
 
@@ -47,7 +47,7 @@ class StopRequest:
 def stop_on_signals(line: ProgressLine) -> Iterator[StopRequest]:
     """Catch signals that would end the process; the value is true once one has come."""
     stop_request = StopRequest(line)
-    before = {number: signal.signal(number, stop_request.receive) for number in PASSED_ON}
+    before = {number: signal.signal(number, stop_request.receive) for number in STOP_SIGNALS}
     is_done = False
     try:
         yield stop_request

@@ -15,9 +15,9 @@ from shoal.comm.rendezvous.key import Key
 from shoal.errors import ShoalError
 from shoal.launch.hosts.agent.loop import Agent, Silent
 from shoal.launch.hosts.agent.template import Prepare
-from shoal.launch.hosts.lifetime import STOP_SIGNALS
 from shoal.launch.hosts.messages import Channel, Ended, WrongKey, prove
 from shoal.launch.hosts.versions import facts
+from shoal.launch.stop_signals import STOP_SIGNALS
 
 SECONDS_TO_CONNECT = 6.0
 SECONDS_TO_REJOIN = 600.0

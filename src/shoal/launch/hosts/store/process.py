@@ -11,8 +11,8 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
-from shoal.launch.hosts.door import Door
 from shoal.launch.hosts.lifetime import forked
+from shoal.launch.hosts.listener import Listener
 from shoal.launch.hosts.messages import Message
 from shoal.launch.hosts.store.server import StoreServer, store_key
 
@@ -62,7 +62,7 @@ def close_all_but(*kept: int) -> None:
 def _serve(listening: socket.socket, orders: socket.socket, key: bytes) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     close_all_but(listening.fileno(), orders.fileno())
-    server = StoreServer(Door(listening, key, _say))
+    server = StoreServer(Listener(listening, key, _say))
     while True:
         server.turn(orders)
         with contextlib.suppress(BlockingIOError):

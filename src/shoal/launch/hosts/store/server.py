@@ -1,7 +1,7 @@
 """The values of the store, for peers that have proven the key.
 
 torch's TCPStore answers any process: it lists its keys, and lets anyone write them. A stranger at its port could keep
-ranks from starting. Here a connection proves the key first (`Door`); each request and answer is a message with a
+ranks from starting. Here a connection proves the key first (`Listener`); each request and answer is a message with a
 MAC and a number (`Channel`). A request that waits for a key is answered when the key is there.
 """
 
@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 
 from shoal.comm.rendezvous.mac import mac
-from shoal.launch.hosts.door import Door
+from shoal.launch.hosts.listener import Listener
 from shoal.launch.hosts.messages import Channel, Ended, Message
 
 TURN = 0.5
@@ -31,7 +31,7 @@ def store_key(secret: bytes) -> bytes:
 class StoreServer:
     """The values, and the ranks that are connected."""
 
-    door: Door
+    listener: Listener
     values: dict[str, bytes] = field(default_factory=dict)
     _ranks: list[Channel] = field(default_factory=list)
     _waiting: dict[int, tuple[Channel, list[str], float]] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class StoreServer:
     def turn(self, orders: socket.socket) -> None:
         """Wait a moment for requests, or for `orders`, and answer them."""
         with selectors.DefaultSelector() as selector:
-            for source in (orders, *self.door.sources()):
+            for source in (orders, *self.listener.sources()):
                 selector.register(source, selectors.EVENT_READ)
             for rank in self._ranks:
                 write = selectors.EVENT_WRITE if rank.num_unsent else 0
@@ -54,7 +54,7 @@ class StoreServer:
             except (Ended, KeyError, TypeError, ValueError, AttributeError):
                 self._forget(rank)
         self._answer_waiting()
-        self._ranks += [channel for channel, _ in self.door.admit(ready)]
+        self._ranks += [channel for channel, _ in self.listener.admit(ready)]
 
     def _forget(self, rank: Channel) -> None:
         self._ranks.remove(rank)

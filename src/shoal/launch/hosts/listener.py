@@ -20,7 +20,7 @@ MOST_LOGGED = 5
 
 
 @dataclass(slots=True)
-class Door:
+class Listener:
     """A listening socket, and the connections at it that have not proven anything yet."""
 
     listening: socket.socket
