@@ -126,6 +126,9 @@ def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
     counted = next((name for name, one in tables if "position" in name and one.padding_idx is not None), None)
     if counted is not None:  # RoBERTa
         return f"counts positions from its padding token ({counted}), where shoal would count from 0"
+    masked = next((name for name, one in model.named_modules() if _counts_from_mask(one)), None)
+    if masked is not None:  # OPT
+        return f"counts positions from its attention_mask ({masked}), where shoal would count from 0"
     if not getattr(model, "_supports_flash_attn", False):
         return (
             "declares that flash attention cannot compute its attention, so that needs more than a scale and a window"
@@ -143,6 +146,11 @@ def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
     return (
         None if pooled is None else f"computes {pooled or 'its output'} from some tokens of a sequence, not from each"
     )
+
+
+def _counts_from_mask(module: nn.Module) -> bool:
+    is_table = isinstance(module, nn.Embedding)
+    return is_table and "attention_mask" in inspect.signature(module.forward).parameters
 
 
 # ---- splits ---------------------------------------------------------------------------------------------------------

@@ -73,20 +73,30 @@ def _config(folder: Path, changes: dict[str, Any], *, trusts: bool) -> Any:
         with torch.device("cpu"):
             if known:
                 config = transformers.CONFIG_MAPPING[kind].from_dict(said)
+                _check_keys(folder, changes, {**config.to_dict(), **said})
+                # Made anew, and not changed: a class computes some values from others, as head_dim from hidden_size.
+                return transformers.CONFIG_MAPPING[kind].from_dict({**said, **changes}) if changes else config
             else:
                 config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=True)
+    except ShoalError:
+        raise
     except Exception as error:
         raise _wrong(folder, error) from error
+    _check_keys(folder, changes, config.to_dict())
     for key, value in changes.items():
-        if not hasattr(config, key):
-            near = nearest(key, config.to_dict())
+        setattr(config, key, value)
+    return config
+
+
+def _check_keys(folder: Path, changes: dict[str, Any], known: dict[str, Any]) -> None:
+    for key, value in changes.items():
+        if key not in known:
+            near = nearest(key, known)
             raise ShoalError(
                 f"the config of {str(folder)!r} has no {key!r}, which is set under `model:`",
                 fix=f"--model.{near} {value}" if near else f"leave out --model.{key}",
                 code="M077",
             )
-        setattr(config, key, value)
-    return config
 
 
 def _construct(folder: Path, config: Any, *, trusts: bool) -> Any:
