@@ -116,7 +116,7 @@ def raise_from(words: list[str]) -> None:
         ({"init_lora_weights": "olora"}, "L012"),
         ({"use_qalora": True}, "L012"),
         ({"alora_invocation_tokens": [1]}, "L012"),
-    ],  # fmt: skip
+    ],
 )
 def test_other_adapters_are_rejected(
     saved: tuple[Path, Tensor], tmp_path: Path, change: dict[str, object], code: str

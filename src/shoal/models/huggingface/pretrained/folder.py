@@ -43,6 +43,19 @@ def config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
+def with_floats(value: Any) -> Any:
+    """Values of a config.json, with the floats that JSON does not have: transformers writes {"__float__": "Infinity"}.
+
+    >>> with_floats({"limit": [0.0, {"__float__": "Infinity"}]})
+    {'limit': [0.0, inf]}
+    """
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {key: with_floats(one) for key, one in value.items()}
+    return [with_floats(one) for one in value] if isinstance(value, list) else value
+
+
 def _numbers(config: Mapping[str, Any]) -> list[tuple[str, int]]:
     found = [(key, value) for key, value in config.items() if isinstance(value, int)]
     for inner in (value for value in config.values() if isinstance(value, dict)):  # the config of a part of the model
@@ -61,14 +74,21 @@ def has_weights(folder: Path) -> bool:
     return (folder / INDEX).is_file() or (folder / SINGLE).is_file() or any(folder.glob("*.safetensors"))
 
 
+def _class_of(folder: Path) -> str:
+    """The class that a config.json names, which has the head."""
+    named = read_json(folder / CONFIG).get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    return name if isinstance(name, str) and name.isidentifier() else "AutoModelForCausalLM"
+
+
 def no_weights(folder: Path) -> ShoalError:
     """The error of a folder without safetensors."""
     pickles = sorted(path.name for path in folder.glob("*.bin"))
     if pickles:
         return ShoalError(
             f"the weights in {str(folder)!r} are pickles ({pickles[0]}), which can run code, and are never read",
-            fix="transformers.AutoModel.from_pretrained(FOLDER).save_pretrained(NEW), if you trust them; or"
-            " --model.init random",
+            fix=f"if you trust them: transformers.{_class_of(folder)}.from_pretrained(FOLDER).save_pretrained(NEW),"
+            " and the same with AutoTokenizer; or --model.init random",
             code="M074",
         )
     return ShoalError(
