@@ -6,14 +6,16 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-BAR = 24
+BAR = 16
 """Characters of the longest bar."""
+NEGLIGIBLE = 5e-4
+"""Fraction of a step: a smaller part would be shown as 0.0 %."""
 WORDS = {
     "data": "waiting for data",
     "bubble": "pipeline bubble",
     "optimizer": "update",
     "save": "saving",
-    "late": "for the slowest rank",
+    "late": "for a late rank",
     "wire": "on the wire",
     "wait": "not split",
 }
@@ -42,6 +44,8 @@ def _parts(found: Mapping[str, Any]) -> Any:
         table.add_column(name, justify="left" if name in ("part", "") else "right")
     longest = max(part["fraction"] for part in found["parts"])
     for part in found["parts"]:
+        if not (part["fraction"] >= NEGLIGIBLE or part["predicted_seconds"]):
+            continue
         bar = "█" * round(BAR * part["fraction"] / longest)
         row = [spoken(part["part"]), _ms(part["seconds"]), bar, f"{part['fraction']:.1%}"]
         seconds = part["predicted_seconds"]
@@ -56,6 +60,12 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     verdict = found["verdict"]
     yield f"verdict   {verdict['title']}: {verdict['evidence']}"
     yield f"next      {verdict['next']}"
+    for axis, hidden in found.get("overlap", {}).items():
+        yield f"hidden    {hidden:.0%} of the communication of {axis} is beside computation"
+    if memory := found.get("memory"):
+        predicted = memory.get("predicted", {})
+        beside = f", {predicted['total'] / 2**20:,.0f} MiB predicted" if predicted else ""
+        yield f"memory    {memory['measured_peak'] / 2**20:,.0f} MiB at the peak of rank 0{beside}"
     if operators := found.get("operators"):
         yield "operators " + ", ".join(f"{each['operator']} {each['fraction']:.0%}" for each in operators[:5])
     if found["trace"]:
@@ -66,10 +76,10 @@ def spoken(name: str) -> str:
     """A part in words.
 
     >>> spoken("tp.late"), spoken("forward")
-    ('wait tp, for the slowest rank', 'forward')
+    ('tp, for a late rank', 'forward')
     """
     axis, _, kind = name.rpartition(".")
-    return f"wait {'all ranks' if axis == 'world' else axis}, {WORDS[kind]}" if axis else WORDS.get(name, name)
+    return f"{'all ranks' if axis == 'world' else axis}, {WORDS[kind]}" if axis else WORDS.get(name, name)
 
 
 def _ms(seconds: float) -> str:

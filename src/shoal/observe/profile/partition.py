@@ -117,7 +117,12 @@ def mean(ranks: Sequence[RankParts]) -> dict[str, float]:
     for rank in ranks:
         for name, seconds in rank.total.items():
             found[name] += seconds / len(rank.steps) / len(ranks)
-    return {name: found[name] for name in sorted(found, key=_place)}
+    return in_order(found)
+
+
+def in_order(parts: Mapping[str, float]) -> dict[str, float]:
+    """The parts in the order in which they are shown."""
+    return {name: parts[name] for name in sorted(parts, key=_place)}
 
 
 def _place(name: str) -> tuple[int, int, str]:

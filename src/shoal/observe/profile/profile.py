@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.observe.durable_write import write_whole
-from shoal.observe.profile.partition import RankParts, axis_of, mean, partition
+from shoal.observe.profile.partition import RankParts, axis_of, in_order, mean, partition
 from shoal.observe.profile.record import RankRecord
 from shoal.observe.profile.trace import write_trace
 from shoal.observe.profile.verdict import Verdict, judge, percentile
@@ -53,7 +53,7 @@ class Profile:
     ) -> Profile:
         """The profile of what all ranks have recorded."""
         ranks = partition(records)
-        return cls(ranks, judge(ranks, fix), plan, predicted or {}, more or {})
+        return cls(ranks, judge(ranks, fix, predicted or {}), plan, predicted or {}, more or {})
 
     @property
     def parts(self) -> dict[str, float]:
@@ -79,7 +79,7 @@ class Profile:
             "parts": [
                 {"part": name, "axis": axis_of(name) or None, "seconds": seconds, "fraction": seconds / total,
                  "predicted_seconds": self._predicted(name)}
-                for name, seconds in parts.items()
+                for name, seconds in in_order({**dict.fromkeys(self.predicted, 0.0), **parts}).items()
             ],
             "ranks": [_of_rank(rank) for rank in self.ranks],
             "verdict": self.verdict.to_mapping(),

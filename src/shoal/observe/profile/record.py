@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.comm.profile.timer import PartTimer, Span, Step
+from shoal.comm.profile.timer import Span, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,6 @@ class RankRecord:
         """`rank 3 (dp_shard 1, pp 1)`."""
         places = ", ".join(f"{axis} {index}" for axis, index in self.place.items())
         return f"rank {self.rank} ({places})" if places else f"rank {self.rank}"
-
-
-def steps_without_warmup(timer: PartTimer, warmup: int) -> list[Step]:
-    """The steps that count. The first ones load libraries, allocate memory and fill caches."""
-    return timer.steps[warmup:]
 
 
 def _to_list(span: Span) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.observe.profile.partition import BUBBLE, LATE, WHOLE, WIRE, RankParts, axis_of, mean
@@ -18,8 +18,6 @@ NOTED = 0.1
 """Fraction of a step: a smaller cost is no verdict. An assumption, as `arrivals.WARN`."""
 JITTER = 1.3
 """95th over 50th percentile of the time of a step. An assumption."""
-SMALL_MESSAGE = 2**16
-"""Bytes below which latency outweighs bandwidth on the links that were measured with `shoal bench comm`."""
 
 TITLES = {
     "compute": "compute-bound",
@@ -60,8 +58,10 @@ class Verdict:
         return {**found, **about, "next": self.next}
 
 
-def judge(ranks: Sequence[RankParts], fix: Callable[[Verdict], str]) -> Verdict:
-    """The verdict; `fix` says what to type."""
+def judge(
+    ranks: Sequence[RankParts], fix: Callable[[Verdict], str], predicted: Mapping[str, float] | None = None
+) -> Verdict:
+    """The verdict. `fix` says what to type; `predicted` has seconds of a step, by part."""
     parts = mean(ranks)
     step = sum(parts.values())
     shares = {name: seconds / step for name, seconds in parts.items()}
@@ -71,8 +71,14 @@ def judge(ranks: Sequence[RankParts], fix: Callable[[Verdict], str]) -> Verdict:
         found = jitter or _compute(shares)
     elif jitter is not None and jitter.cost > found.cost:
         found = jitter
-    values = {name: getattr(found, name) for name in ("kind", "cost", "evidence", "rank", "axis")}
-    return Verdict(**values, next=fix(found))
+    return replace(found, evidence=found.evidence + _beside(found, predicted or {}), next=fix(found))
+
+
+def _beside(found: Verdict, predicted: Mapping[str, float]) -> str:
+    """What was predicted of the same part: `; predicted 19%`."""
+    name = f"{found.axis}.{WIRE}" if found.kind == "link" else found.kind
+    is_predicted = found.kind in ("link", BUBBLE, "recompute") and bool(predicted)
+    return f"; predicted {predicted.get(name, 0.0) / sum(predicted.values()):.0%}" if is_predicted else ""
 
 
 def _candidates(ranks: Sequence[RankParts], shares: Mapping[str, float]) -> Iterator[Verdict]:

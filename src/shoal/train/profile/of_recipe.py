@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.recipe import Recipe
-from shoal.observe.profile.profile import FIXES, Profile
+from shoal.observe.profile.profile import Profile
+from shoal.train.profile.advice import Advice
 from shoal.train.profile.operators import OperatorTrace
-from shoal.train.profile.profiler import Profiler
+from shoal.train.profile.profiler import Profiler, reject_gpu
 from shoal.train.run import Run
 
 FIRST, WARMUP, TRACED = 2, 1, 2
@@ -50,6 +51,7 @@ class RecipeProfile:
     def begin(self) -> None:
         """Count the steps of the run from now on."""
         if self.steps:
+            reject_gpu(self.run)
             self.run.after_update = self._after_update
 
     def finish(self) -> None:
@@ -81,11 +83,15 @@ class RecipeProfile:
     def _report(self) -> None:
         """Gather, judge and write."""
         assert self._profiler is not None
-        more = self._operators.end() if self._operators is not None else {}
-        found = self._profiler.finish(fix=lambda verdict: FIXES[verdict.kind], more=more)
+        if not self.run.is_main:
+            self._result = self._profiler.finish().to_mapping()
+            return
+        advice = Advice(self.recipe)
+        more = {"memory": advice.memory(self.run), **(self._operators.end() if self._operators is not None else {})}
+        found = self._profiler.finish(fix=advice.fix, predicted=advice.predicted, more=more)
         self._result = found.to_mapping()
-        if self.run.is_main:
-            self._write(found)
+        self._write(found)
+        if not self.is_only:  # else the command prints it
             self.note(f"profile: {found.verdict.title}: {found.verdict.evidence}\n         next: {found.verdict.next}")
 
     def _write(self, found: Profile) -> None:

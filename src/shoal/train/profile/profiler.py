@@ -22,6 +22,7 @@ import torch
 
 from shoal.comm.profile.timer import PartTimer, current, part
 from shoal.comm.profile.waits import watch_waits
+from shoal.comm.replicas.overlap import Overlap
 from shoal.errors import ShoalError
 from shoal.observe.profile.profile import FIXES, Profile
 from shoal.observe.profile.record import RankRecord
@@ -37,6 +38,7 @@ class Profiler:
         self.timer: PartTimer | None = None
         self._found: Profile | None = None
         self._undo: list[Callable[[], None]] = []
+        self._overlaps: list[Overlap] = []
 
     @property
     def result(self) -> Profile:
@@ -57,8 +59,9 @@ class Profiler:
 
     def start(self, then: Callable[[], None] | None = None) -> None:
         """Begin to time. Every rank calls it, between two steps. `then` is called after every step."""
-        if current.timer is not None or self.run.device.type != "cpu":
-            raise _not_here(is_second=current.timer is not None)
+        reject_gpu(self.run)
+        if current.timer is not None:
+            raise ShoalError("this process is being profiled already", fix="one `with shoal.profile(run)`", code="T082")
         self.run.reject_open_step("to profile")
         self.run.world.barrier()  # else the first wait would be for the rank that starts last
         self.timer = current.timer = PartTimer()
@@ -89,7 +92,8 @@ class Profiler:
             )
         plan = self.run.plan.brief()
         every = [RankRecord.from_mapping(record) for record in records]
-        self._found = Profile.of(every, plan=plan, fix=fix, predicted=predicted, more=more)
+        found = {**(more or {}), "overlap": self._overlap()}
+        self._found = Profile.of(every, plan=plan, fix=fix, predicted=predicted, more=found)
         return self._found
 
     def __enter__(self) -> Profiler:
@@ -113,6 +117,8 @@ class Profiler:
 
         def end_step() -> None:
             timer.end_step()
+            if self.run.report is not None and self.run.report.overlap is not None:
+                self._overlaps.append(self.run.report.overlap)
             if then is not None:
                 then()
 
@@ -150,6 +156,12 @@ class Profiler:
 
         return undo
 
+    def _overlap(self) -> dict[str, float]:
+        """Axis → the part of its communication that computation hides, on this rank. Known of replicas alone."""
+        timed = self._overlaps[self.warmup :]
+        seconds = sum(each.seconds for each in timed)
+        return {"dp_replicate": 1 - sum(each.exposed for each in timed) / seconds} if seconds else {}
+
     def _record(self) -> RankRecord:
         assert self.timer is not None
         layout, rank = self.run.plan.layout, self.run.world.rank
@@ -176,11 +188,11 @@ def _host() -> str:
         return platform.node()
 
 
-def _not_here(*, is_second: bool) -> ShoalError:
-    if is_second:
-        return ShoalError("this process is being profiled already", fix="one `with shoal.profile(run)`", code="T082")
-    return ShoalError(
-        "a profile times the main thread, which waits for nothing on a GPU",
-        fix="torch.profiler.profile(), or --device cpu",
-        code="T083",
-    )
+def reject_gpu(run: Run) -> None:
+    """Raise where the main thread's time says nothing."""
+    if run.device.type != "cpu":
+        raise ShoalError(
+            "a profile times the main thread, which waits for nothing on a GPU",
+            fix="torch.profiler.profile(), or --device cpu",
+            code="T083",
+        )
