@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -82,6 +83,7 @@ def short(recipe: Recipe, steps: int) -> Recipe:
             "dir": f"{recipe.run.dir.rstrip('/')}-profile" if recipe.run.dir else None,
             "evaluate_every": Duration(0, "step"),
             "overwrite": False,
+            "fast_dev_run": False,
         }
     )
     checkpoint = recipe.checkpoint.model_copy(update={"dir": None})
@@ -89,9 +91,13 @@ def short(recipe: Recipe, steps: int) -> Recipe:
 
 
 def _check(options: ProfileOptions) -> list[Problem]:
-    if options.steps >= 1:
-        return []
-    return [Problem("R064", f"--steps must be at least 1, got {options.steps}", "--steps 5")]
+    found = []
+    if options.steps < 1:
+        found.append(Problem("R064", f"--steps must be at least 1, got {options.steps}", "--steps 5"))
+    if options.trace is not None and not options.trace.absolute().parent.is_dir():
+        what = f"--trace must be a file in a folder that exists, got {str(options.trace)!r}"
+        found.append(Problem("R065", what, "--trace trace.json"))
+    return found
 
 
 def _finished(summary: dict[str, Any], options: ProfileOptions) -> dict[str, Any]:
@@ -103,7 +109,7 @@ def _finished(summary: dict[str, Any], options: ProfileOptions) -> dict[str, Any
     directory = Path(summary["run_directory"]) if summary["run_directory"] else None
     trace = directory / "trace.json" if directory else None
     if options.trace is not None and trace is not None:
-        trace.replace(options.trace)
+        shutil.copyfile(trace, options.trace)
         trace = options.trace
     return {
         **summary["profile"],

@@ -17,8 +17,9 @@ COMPUTE = ("matmul", "attention", "memory_bound", "head", "host")
 
 @dataclass(frozen=True, slots=True)
 class NextChange:
-    """Words to put into a plan, and what they are predicted to save."""
+    """Another plan, the words in which it differs, and what it is predicted to save."""
 
+    plan: str
     words: str
     instead_of: str
     saved: float
@@ -26,7 +27,7 @@ class NextChange:
 
     def __str__(self) -> str:
         before = f" in place of {self.instead_of}" if self.instead_of else ""
-        return f"{self.words}{before}: predicted -{self.saved:.0%}"
+        return f'--plan "{self.plan}" ({self.words}{before}): predicted -{self.saved:.0%}'
 
 
 def next_change(task: Task, plan: Plan, cause: str) -> NextChange | None:
@@ -46,7 +47,7 @@ def next_change(task: Task, plan: Plan, cause: str) -> NextChange | None:
     best = next(iter(case.savings(changes, has_less)), None)
     if best is None or best.part < WORTH:
         return None
-    return NextChange(words(plan, best.plan), words(best.plan, plan), best.part)
+    return NextChange(best.plan.brief(), words(plan, best.plan), words(best.plan, plan), best.part)
 
 
 def _seconds(causes: Mapping[str, float], cause: str) -> float:

@@ -145,7 +145,8 @@ def _cores(ranks: Sequence[RankParts]) -> Iterator[Verdict]:
         delays = [rank.delay for rank in here if rank.delay is not None]
         threads, cores = sum(rank.record.threads for rank in here), here[0].record.cores
         cost = statistics.fmean(delays) if delays else NOTED * (threads > cores)
-        who = f"{len(here)} ranks x {here[0].record.threads} threads on {cores} cores"
+        each = here[0].record.threads
+        who = f"{len(here)} rank{'s' * (len(here) > 1)} x {each} thread{'s' * (each > 1)} on {cores} cores"
         waits = f"ranks wait {cost:.0%} of a step for a core" if delays else "more threads than cores"
         yield Verdict(kind="cores", cost=cost, evidence=f"{waits}: {who}")
 

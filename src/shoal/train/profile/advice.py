@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -31,7 +32,8 @@ TO_TYPE = {
 
 @dataclass(frozen=True)
 class Advice:
-    """The prediction for a recipe whose plan is resolved. None of it can fail a run."""
+    """The prediction for a recipe whose plan is resolved. Only the main rank makes one, so none of it may raise: the
+    other ranks would wait for it."""
 
     recipe: Recipe
 
@@ -46,7 +48,9 @@ class Advice:
     @cached_property
     def predicted(self) -> dict[str, float]:
         """Part → seconds of a step; empty: not predicted."""
-        return {} if self.task is None else parts_of(self.task.time(self.recipe.plan), self.recipe)
+        with suppress(Exception):
+            return {} if self.task is None else parts_of(self.task.time(self.recipe.plan), self.recipe)
+        return {}
 
     def fix(self, verdict: Verdict) -> str:
         """What to type: a change that the planner has priced, if it can."""
@@ -55,19 +59,22 @@ class Advice:
         bucket = self.recipe.run.bucket_mb
         if verdict.kind == "link" and verdict.axis.startswith("dp_") and isinstance(bucket, float) and bucket < 1:
             return f"--run.bucket_mb auto in place of {bucket:g}: small buckets are many messages"
-        if (found := self._priced(verdict)) is not None:
-            return f'--plan "{found.words}"{str(found).removeprefix(found.words)}'
+        with suppress(Exception):
+            if (found := self._priced(verdict)) is not None:
+                return str(found)
         return TO_TYPE.get(verdict.kind, FIXES[verdict.kind])
 
     def memory(self, run: Run) -> dict[str, Any]:
         """Bytes of a rank: the measured peak, counted states, and the prediction by cause."""
         found: dict[str, Any] = {"measured_peak": peak_bytes(run.device)}
-        counted = live_memory(run.composed, run.optimizer)
-        found["counted"] = {"parameters": counted.parameters, "optimizer": counted.optimizer}
-        if self.task is not None:
-            predicted = self.task.memory(self.recipe.plan)
-            causes = {name: round(size) for name, size in asdict(predicted).items() if name != "stage" and size >= 1}
-            found["predicted"] = {**causes, "total": round(predicted.total)}
+        with suppress(Exception):
+            counted = live_memory(run.composed, run.optimizer)
+            found["counted"] = {"parameters": counted.parameters, "optimizer": counted.optimizer}
+        with suppress(Exception):
+            if self.task is not None:
+                predicted = self.task.memory(self.recipe.plan)
+                causes = {name: round(size) for name, size in asdict(predicted).items() if name != "stage" and size > 1}
+                found["predicted"] = {**causes, "total": round(predicted.total)}
         return found
 
     def _priced(self, verdict: Verdict) -> NextChange | None:

@@ -63,6 +63,13 @@ class RecipeProfile:
                 self._profiler.stop()
                 self.note("profile: the run ended before a step was timed")
 
+    def close(self) -> None:
+        """Stop all timers, also after a failure: the process may train on in the place of another run."""
+        if self._profiler is not None:
+            self._profiler.stop()
+        if self._operators is not None:
+            self._operators.stop()
+
     def summary(self) -> dict[str, Any]:
         """The profile, for the summary of the run; empty: there was none."""
         return {} if self._result is None else {"profile": self._result}
@@ -95,6 +102,11 @@ class RecipeProfile:
             self.note(f"profile: {found.verdict.title}: {found.verdict.evidence}\n         next: {found.verdict.next}")
 
     def _write(self, found: Profile) -> None:
-        if self.directory is not None:
+        """Write both files, or report why not: a full disk does not end a run."""
+        if self.directory is None:
+            return
+        try:
             found.write(self.directory / "profile.json")
             found.write_trace(self.directory / "trace.json")
+        except OSError as error:
+            self.note(f"profile: {self.directory / 'profile.json'} cannot be written: {error.strerror}")

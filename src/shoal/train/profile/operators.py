@@ -16,6 +16,7 @@ class OperatorTrace:
     """A running profiler of torch."""
 
     profiler: Any
+    is_running: bool = True
 
     @classmethod
     def begin(cls) -> OperatorTrace:
@@ -24,9 +25,15 @@ class OperatorTrace:
         profiler.start()
         return cls(profiler)
 
+    def stop(self) -> None:
+        """Stop to trace."""
+        if self.is_running:
+            self.is_running = False
+            self.profiler.stop()
+
     def end(self) -> dict[str, Any]:
         """Stop, and list the operators by their own time: `{"operators": [...]}`."""
-        self.profiler.stop()
+        self.stop()
         found = [event for event in self.profiler.key_averages() if event.key.startswith("aten::")]
         total = sum(event.self_cpu_time_total for event in found) or 1.0
         top = sorted(found, key=lambda event: -event.self_cpu_time_total)[:MOST]

@@ -90,6 +90,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
             with stop_on_signals(line) as stop_request, phase("data"), armed():
                 was_stopped = _train_and_evaluate(run, job, loader, step_metrics, line, stop_request, storage, profile)
         finally:
+            profile.close()
             loader.close()
             try:
                 step_metrics.close()
