@@ -12,7 +12,18 @@ from tests.cli.host import Host
 WORDS = [
     *["--data.source", "synthetic", "--data.synthetic_kind", "images", "--data.image_size", "8"],
     *["--data.vocabulary", "8", "--data.global_batch", "8", "--data.synthetic_samples", "64", "--data.workers", "0"],
-    *["--model.name", "mlp", "--device", "cpu", "--launch.threads", "1", "--checkpoint.every", "0step"],
+    *[
+        "--model.name",
+        "mlp",
+        "--model.sizes",
+        "[192, 16, 8]",
+        "--device",
+        "cpu",
+        "--launch.threads",
+        "1",
+        "--checkpoint.every",
+        "0step",
+    ],
 ]
 
 
