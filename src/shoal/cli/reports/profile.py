@@ -13,7 +13,6 @@ NEGLIGIBLE = 5e-4
 WORDS = {
     "data": "waiting for data",
     "bubble": "pipeline bubble",
-    "optimizer": "update",
     "save": "saving",
     "late": "for a late rank",
     "wire": "on the wire",
