@@ -18,6 +18,7 @@ VERBS = {
     "train": "train a recipe on this machine, or as one rank under torchrun, Slurm or mpirun",
     "agent": "be one host of `shoal train --hosts`, where ssh does not start it",
     "verify": "compare a plan with one process: every gradient and weight, communicated bytes and memory",
+    "profile": "time a few steps by part, and say what bounds them and what to change",
     "chaos": "disturb a run with seeded faults, and compare it with an undisturbed one",
     "calibrate": "measure this machine for the planner, in about a minute",
     "bench": "measure collectives with every algorithm (comm), or gradient compression (compress)",
