@@ -68,9 +68,6 @@ def _row(row: MemoryRow, cluster: Cluster) -> dict[str, Any]:
     known |= {"measured": measured, "predicted": None if predicted is None else _predicted(predicted)}
     if predicted is not None:
         known["error"] = predicted.peak / measured["total"] - 1
-        known["state_errors"] = {
-            cause: predicted.memory[cause] / measured[cause] - 1 for cause in STATES if measured[cause]
-        }
     return known
 
 

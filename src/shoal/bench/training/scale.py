@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
+from shoal.bench.training import data_parallel
 from shoal.bench.training.cases import Ranks, checked_case, checked_job, microbatch_of, with_plan
 from shoal.bench.training.predicted import Predicted, predict_case
 from shoal.bench.training.turns import WARMUP_STEPS, Case, Spread, differences, measure_in_turns, ratios
@@ -29,8 +31,6 @@ BASE = "ddp"
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2, "fp8": 2e-1}
 """The largest relative difference of a loss between plans that rounding explains. Rounding grows from step to step; a
 gradient that is wrong by a factor changes the loss of the second step by more. An assumption."""
-DATA_PARALLEL = "nn.DataParallel"
-NO_DATA_PARALLEL = "torch runs it as one plain module where there are not two GPUs: nothing to compare"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,22 @@ def table_of(recipe: Recipe, request: ScaleRequest) -> ScaleTable:
             note = request.ranks.shared(ranks)
             rows.append(Row(mode=mode, plan=plan, ranks=ranks, batch=batch, case=case, base=base, note=note))
             base = base or rows[-1]
+    rows += _data_parallel(request, rows)
+    known |= {(row.plan, row.ranks, row.batch): row.case for row in rows if row.plan == data_parallel.NAME}
     return ScaleTable(recipe=recipe, request=request, rows=rows, cases=list(known.values()))
+
+
+def _data_parallel(request: ScaleRequest, rows: Sequence[Row]) -> Iterator[Row]:
+    """The row of `nn.DataParallel` on the largest number of ranks, against the first base; measured with GPUs alone."""
+    base, ranks = rows[0], max(request.ranks.nproc)
+    job = base.case.job
+    assert job is not None
+    if ranks > 1 and base.mode == "strong":
+        num_gpus = ranks if request.ranks.device == "cuda" else 0
+        reason = data_parallel.why_not(num_gpus, job)
+        measure = partial(data_parallel.measure, num_gpus=num_gpus)
+        case = Case(f"{data_parallel.NAME} on {ranks}, batch {base.batch}", job, reason, measure)
+        yield Row(mode="strong", plan=data_parallel.NAME, ranks=ranks, batch=base.batch, case=case, base=base)
 
 
 def measure_scale(table: ScaleTable, say: Callable[[str, int, int], None]) -> None:
@@ -132,7 +147,6 @@ def to_mapping(table: ScaleTable, cluster: Cluster) -> dict[str, Any]:
         "rows": rows,
         "losses": losses_of(table),
         "prediction": _errors(rows),
-        "data_parallel": {"plan": DATA_PARALLEL, "reason": NO_DATA_PARALLEL},
         "steps": table.request.steps,
         "rounds": table.request.rounds,
         "warmup_steps": WARMUP_STEPS,
@@ -151,18 +165,18 @@ def row_mapping(row: Row, predictions: Predictions) -> dict[str, Any]:
     }  # fmt: skip
     if case.job is None:
         return known
-    recipe = case.job.recipe
-    predicted = predictions[case.name]
-    known |= {
-        "microbatch": recipe.plan.microbatch_size(row.batch),
-        "num_microbatches": recipe.plan.num_microbatches(row.batch),
-        "predicted": None if predicted is None else predicted.to_mapping(),
-    }
+    plan, predicted = case.job.recipe.plan, predictions.get(case.name)
+    if row.plan != data_parallel.NAME:
+        known |= {
+            "microbatch": plan.microbatch_size(row.batch),
+            "num_microbatches": plan.num_microbatches(row.batch),
+            "predicted": None if predicted is None else predicted.to_mapping(),
+        }
     return known | _measured(row, predictions) if case.is_measured else known
 
 
 def _measured(row: Row, predictions: Predictions) -> dict[str, Any]:
-    case, predicted = row.case, predictions[row.case.name]
+    case, predicted = row.case, predictions.get(row.case.name)
     assert case.job is not None
     seconds, tokens = case.seconds, case.job.training.tokens_per_sample or 1
     found = {
@@ -189,7 +203,7 @@ def _efficiency(row: Row, predictions: Predictions) -> dict[str, Any]:
     slower = ratios(row.case, row.base.case)
     found = Spread(1 / (slower.median * of), 1 / (slower.high * of), 1 / (slower.low * of))
     known: dict[str, Any] = {"efficiency": found.to_mapping(), "speedup": found.median * row.ranks}
-    own, base = predictions[row.case.name], predictions[row.base.case.name]
+    own, base = predictions.get(row.case.name), predictions.get(row.base.case.name)
     if own is not None and base is not None:
         expected = base.seconds / (own.seconds * of)
         known |= {"predicted_efficiency": expected, "efficiency_error": expected / found.median - 1}

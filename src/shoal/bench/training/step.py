@@ -42,7 +42,11 @@ class Change:
     @property
     def overrides(self) -> list[str]:
         """The words to paste after `shoal train`."""
-        return [word for (section, key), value in self.settings.items() for word in (f"--{section}.{key}", f"{value}")]
+        return [
+            word
+            for (section, key), value in self.settings.items()
+            for word in (f"--{section}.{key}", f"{value:g}" if isinstance(value, float) else str(value))
+        ]
 
     def applied(self, recipe: Recipe) -> Recipe:
         """The recipe with the change; raises if a plan cannot have it."""

@@ -45,7 +45,7 @@ class RankSteps:
     process: int
     """Bytes of the same kind before the model was built."""
     states: Memory
-    """Bytes of parameters, gradients and optimizer state after a backward, counted."""
+    """Bytes of parameters, gradients and optimizer state before an update, counted."""
 
 
 def time_steps(placement: Placement | None, store: Store | None, job: Job, num_steps: int) -> RankSteps:
@@ -63,7 +63,7 @@ def time_steps(placement: Placement | None, store: Store | None, job: Job, num_s
             losses=tuple(losses),
             peak=peak_bytes(world.device),
             process=process,
-            states=max(held, key=lambda each: each.total),
+            states=held[0],
         )
 
 
@@ -93,14 +93,14 @@ def _steps(run: Run, job: Job, num_steps: int, held: list[Memory]) -> tuple[list
         batches = run.batches(loader)
         for number in range(num_steps):
             if number == counted:
-                run.on_microbatch = lambda _: held.append(live_memory(run.composed, run.optimizer))
+                run.on_gradients = lambda: held.append(live_memory(run.composed, run.optimizer))
             begin, before = time.perf_counter(), loader.seconds_waited
             batch = next(batches)
             set_lr(run.optimizer, (number + 1) / num_steps)
             losses.append(float(run.step(batch)))  # it waits for the device
             waited.append(loader.seconds_waited - before)
             seconds.append(time.perf_counter() - begin - waited[-1])
-            run.on_microbatch = None
+            run.on_gradients = None
     finally:
         loader.close()
     return seconds, waited, losses

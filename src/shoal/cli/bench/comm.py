@@ -102,10 +102,10 @@ def _comm(options: Comm) -> int:
         if options.plot is not None:
             options.plot.write_text(report.plot(found))
         if options.html is not None:
-            from shoal.pages.bench.comm import comm_page
+            from shoal.pages.bench.comm import make_page
             from shoal.pages.report import write_page
 
-            write_page(options.html, comm_page(report.to_mapping(found, cluster, out=options.out, plot=options.plot)))
+            write_page(options.html, make_page(report.to_mapping(found, cluster, out=options.out, plot=options.plot)))
     if options.json:
         result = report.to_mapping(found, cluster, out=options.out, plot=options.plot)
         if options.draw:

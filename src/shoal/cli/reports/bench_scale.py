@@ -37,7 +37,6 @@ def _table(found: Found, mode: str) -> Table:
     rows = [row for row in found["rows"] if row["mode"] == mode]
     for row in rows:
         table.add_row(*cells(row))
-    table.add_row(found["data_parallel"]["plan"], "–")
     return table
 
 
@@ -68,7 +67,6 @@ def sentences(found: Found) -> Iterator[str]:
         if reason:
             yield f"{plan} on {ranks} ranks: {reason}"
     yield from dict.fromkeys(row["note"] for row in found["rows"] if row["note"])
-    yield f"{found['data_parallel']['plan']}: {found['data_parallel']['reason']}"
     for each in found["losses"]:
         steps, batch, largest = each["steps"], each["global_batch"], each["largest"]
         if each["are_equal"]:
@@ -106,7 +104,9 @@ def ms(seconds: float) -> str:
 
 def mib(size: float) -> str:
     """Bytes as MiB or GiB."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+    if size >= 2**30:
+        return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**20:.0f} MiB" if size >= 10 * 2**20 or not size else f"{size / 2**20:.2f} MiB"
 
 
 def percent(value: float) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shoal.pages.html import text
 
 WIDTH, HEIGHT = 760, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 34
+LEFT, RIGHT, TOP, BOTTOM = 76, 40, 14, 34
 """Margins."""
 MOST_TICKS = 6
 
@@ -89,7 +89,8 @@ def _line(line: Line, x: Axis, y: Axis, number: int) -> Iterator[str]:
     if len(line.points) > 1:
         yield f'<path class="curve c{number}" d="{_path([point[:2] for point in line.points], x, y)}"/>'
     for at, value, low, high in line.points:
-        here, title = _across(x, at), f"{line.name}, {x.spell(at)}: {y.spell(value)}"
+        aside = 0 if low == high else (number - 2) * 3  # ranges of several lines do not cover each other
+        here, title = _across(x, at) + aside, f"{line.name}, {x.spell(at)}: {y.spell(value)}"
         yield f'<path class="range c{number}" d="M{here:.1f} {_down(y, low):.1f}V{_down(y, high):.1f}"/>'
         dot = f'class="f{number}" cx="{here:.1f}" cy="{_down(y, value):.1f}" r="4"'
         yield f"<circle {dot}><title>{text(title)}</title></circle>"

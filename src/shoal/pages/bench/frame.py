@@ -52,7 +52,14 @@ def machine(found: Found) -> str:
     return section("Machine", table((), rows, kind="compare"), name="machine")
 
 
+def not_measured(reasons: Iterable[tuple[str, str]]) -> str:
+    """The rows that have no figure, and why."""
+    lines = "".join(f"<li><strong>{text(name)}</strong><span>{text(why)}</span></li>" for name, why in reasons)
+    return section("Not measured", f'<ol class="findings">{lines}</ol>' if lines else "", name="missing")
+
+
 def keys(names: Sequence[str], *, dashed: str = "predicted") -> str:
-    """The legend of a chart: a colour for each name."""
+    """The legend of a chart: a colour for each name, and what dashed lines are."""
     shown = "".join(f'<li><i class="line c{number % 6}"></i>{text(name)}</li>' for number, name in enumerate(names))
-    return f'<ul class="keys">{shown}<li><i class="dashed"></i>{text(dashed)}</li></ul>'
+    last = f'<li><i class="dashed"></i>{text(dashed)}</li>' if dashed else ""
+    return f'<ul class="keys">{shown}{last}</ul>'

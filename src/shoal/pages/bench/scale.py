@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shoal.pages.bench.chart import Axis, Line, chart, linear_axis
-from shoal.pages.bench.frame import Found, bench_page, keys, machine, verdict
-from shoal.pages.html import section, table, text
+from shoal.pages.bench.frame import Found, bench_page, keys, machine, not_measured, verdict
+from shoal.pages.html import section, table
 from shoal.pages.words import duration, figure, percent
 
 TITLES = {
@@ -23,15 +23,16 @@ def make_page(found: Found) -> str:
     for mode, (title, note) in TITLES.items():
         rows = [row for row in found["rows"] if row["mode"] == mode]
         if rows:
-            drawn = _efficiency(rows) + table(HEAD, map(_cells, rows), kind="compare")
+            drawn = _efficiency(rows) + table(HEAD, map(_cells, rows), kind="bench")
             parts.append(section(title, drawn, name=mode, note=note))
-    parts += [_losses(found), _missing(found), machine(found)]
+    parts += [_losses(found), not_measured(_reasons(found)), machine(found)]
     return bench_page("scale", found["model"], found, parts)
 
 
 def _verdict(found: Found) -> str:
     rows = [row for row in found["rows"] if "efficiency" in row]
-    best = max(rows, key=lambda row: row["efficiency"]["median"] * row["ranks"], default=None)
+    strong = [row for row in rows if row["mode"] == "strong"] or rows
+    best = max(strong, key=lambda row: row["efficiency"]["median"] * row["ranks"], default=None)
     equal = all(each["are_equal"] for each in found["losses"])
     facts = []
     if best is not None:
@@ -71,7 +72,7 @@ def _cells(row: Found) -> list[str]:
     name = "one rank, the base" if row["is_base"] else row["plan"]
     first = [name, row["ranks"], row["global_batch"]]
     if "step_seconds" not in row:
-        return [*first, row["reason"] or "–"]
+        return [*first, *["–"] * (len(HEAD) - 3)]
     step, predicted = row["step_seconds"], row.get("predicted") or {}
     return [
         *first,
@@ -92,8 +93,14 @@ def _signed(value: float | None) -> str:
 
 
 def mib(size: float | None) -> str:
-    """Bytes in MiB."""
-    return "–" if size is None else f"{size / 2**20:,.0f} MiB"
+    """Bytes in MiB.
+
+    >>> mib(300 * 2**20), mib(2**18), mib(None)
+    ('300 MiB', '0.25 MiB', '–')
+    """
+    if size is None:
+        return "–"
+    return f"{size / 2**20:,.0f} MiB" if size >= 10 * 2**20 or not size else f"{size / 2**20:.2f} MiB"
 
 
 def _losses(found: Found) -> str:
@@ -106,14 +113,7 @@ def _losses(found: Found) -> str:
     return section("Losses", table(head, rows), name="losses", note=note)
 
 
-def _missing(found: Found) -> str:
-    lines = "".join(f"<li><strong>{text(name)}</strong><span>{text(why)}</span></li>" for name, why in _reasons(found))
-    return section("Not measured", f'<ol class="findings">{lines}</ol>', name="missing")
-
-
 def _reasons(found: Found) -> Iterator[tuple[str, str]]:
     seen = dict.fromkeys((row["plan"], row["ranks"], row["reason"]) for row in found["rows"] if row["reason"])
     for plan, ranks, reason in seen:
         yield f"{plan} on {ranks} ranks", reason
-    if found["data_parallel"].get("reason"):
-        yield found["data_parallel"]["plan"], found["data_parallel"]["reason"]
