@@ -114,7 +114,7 @@ def test_settings_are_compared_with_the_recipe(host: Host, tmp_path: Path) -> No
 WRONG = {
     "no rank": ("scale --nproc 0", "--nproc must be numbers of ranks, each 1 or more, got '0'", "--nproc 1,2"),
     "no number": ("scale --nproc two", "got 'two'", "--nproc 1,2"),
-    "no plan word": ("scale --plans ddp,zeor=3", "a plan has no key 'zeor'", "zero=3"),
+    "no plan word": ("scale --plans ddp,zeroo=3", "a plan has no key 'zeroo'", "zero=3"),
     "no plan": ("scale --plans ,", "--plans must not be empty", "--plans ddp,zero=1"),
     "far too many ranks": ("scale --nproc 1,90000 --device cpu", "--nproc must be at most", "--nproc 1"),
     "no mode": ("scale --mode wide", "--mode must be", "--mode both"),

@@ -89,4 +89,4 @@ def _step(parallel: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[
     if clip is not None:
         nn.utils.clip_grad_norm_(parallel.parameters(), clip)
     optimizer.step()
-    return float(loss)
+    return float(loss.detach())

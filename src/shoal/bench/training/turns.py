@@ -1,6 +1,6 @@
 """Measure several cases in turns: round after round, so that a disturbance of the machine affects all of them.
 
-Every turn of a case starts its ranks anew, so memory is that of the case alone. The order is reversed in every second
+Every turn of a case starts its own ranks, so memory is that of the case alone. The order is reversed in every second
 round. The slowest rank counts in each step, and the first steps of a turn are left out.
 """
 
