@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,10 @@ def test_messages_travel_without_a_script(browser: Any, tmp_path: Path) -> None:
     visit = Visit(browser, written(tmp_path, "comm"), java_script_enabled=False)
     visit.page.locator("summary", has_text="ring all_reduce").click()
     ball = visit.page.locator("details[open] .ball").first
-    before = ball.bounding_box()
-    visit.page.wait_for_timeout(400)
-    assert ball.bounding_box() != before
+    places = {tuple(ball.bounding_box().values())}
+    until = time.monotonic() + 30
+    while len(places) == 1 and time.monotonic() < until:
+        visit.page.wait_for_timeout(100)
+        places.add(tuple(ball.bounding_box().values()))
+    assert len(places) > 1
     visit.close()

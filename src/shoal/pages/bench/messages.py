@@ -28,7 +28,21 @@ def drawing(listed: Steps) -> str:
     label = f"{listed.algorithm} {listed.kind}: messages of {listed.world} ranks in {len(listed.rounds)} rounds"
     parts = [*_rails(listed, height), *_rounds(listed)]
     box = f'viewBox="0 0 {WIDEST} {height}" role="img"'
-    return f'<svg class="messages" {box}><title>{text(label)}</title>{"".join(parts)}</svg>'
+    return f'<svg class="messages" {box}><title>{text(label)}</title>{_travel(listed)}{"".join(parts)}</svg>'
+
+
+def _travel(listed: Steps) -> str:
+    """The animation of a ball: it is seen and moves for one round of the cycle, which has one round more for a rest."""
+    part = 100 / (len(listed.rounds) + 1)
+    there = "transform: translate(var(--dx), var(--dy))"
+    return (
+        f"<style>@keyframes {_name(listed)} {{ 0% {{ transform: none; opacity: 1; }} {part:.2f}% {{ {there};"
+        f" opacity: 1; }} {part + 0.01:.2f}%, 100% {{ {there}; opacity: 0; }} }}</style>"
+    )
+
+
+def _name(listed: Steps) -> str:
+    return f"travel{len(listed.rounds)}"
 
 
 def _at(listed: Steps, rank: int) -> float:
@@ -60,5 +74,5 @@ def _arrow(listed: Steps, move: Move, y: float, begin: float, cycle: float) -> I
     side = -1 if to < x else 1
     tip = f"M{to:.1f} {y + down}l{-side * 9} -7M{to:.1f} {y + down}l{-side * 10} 1"
     yield f'<path class="arrow" d="{tip}"/></g>'
-    style = f"--dx:{to - x:.1f}px;--dy:{down}px;--all:{cycle:.1f}s;--at:{begin:.1f}s"
+    style = f"animation-name:{_name(listed)};--dx:{to - x:.1f}px;--dy:{down}px;--all:{cycle:.1f}s;--at:{begin:.1f}s"
     yield f'<circle class="ball" cx="{x:.1f}" cy="{y}" r="5" style="{style}"/>'
