@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from torch import nn
+
 from shoal.bench.training import data_parallel
 from shoal.bench.training.cases import Ranks, checked_case, checked_job, microbatch_of, with_plan
 from shoal.bench.training.predicted import Predicted, predict_case
@@ -22,6 +24,7 @@ from shoal.bench.training.turns import WARMUP_STEPS, Case, Spread, differences, 
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError, raise_if
 from shoal.predict.cluster import Cluster
+from shoal.train.build_model import build_model, without_memory
 
 Mode = Literal["strong", "weak"]
 Predictions = Mapping[str, Predicted | None]
@@ -68,6 +71,8 @@ class ScaleTable:
     rows: list[Row]
     cases: list[Case] = field(default_factory=list)
     """Each once: at the largest number of ranks, both modes have the same batch."""
+    has_dropout: bool = False
+    """Then losses under tp, cp and pp are not compared with others: their masks differ."""
 
 
 def table_of(recipe: Recipe, request: ScaleRequest) -> ScaleTable:
@@ -86,7 +91,9 @@ def table_of(recipe: Recipe, request: ScaleRequest) -> ScaleTable:
             base = base or rows[-1]
     rows += _data_parallel(request, rows)
     known |= {(row.plan, row.ranks, row.batch): row.case for row in rows if row.plan == data_parallel.NAME}
-    return ScaleTable(recipe=recipe, request=request, rows=rows, cases=list(known.values()))
+    return ScaleTable(
+        recipe=recipe, request=request, rows=rows, cases=list(known.values()), has_dropout=has_dropout(recipe)
+    )
 
 
 def _data_parallel(request: ScaleRequest, rows: Sequence[Row]) -> Iterator[Row]:
@@ -214,8 +221,9 @@ def losses_of(table: ScaleTable) -> list[dict[str, Any]]:
     """For each global batch: whether all plans have the same losses, which they must up to rounding."""
     found = []
     tolerance = TOLERANCE[table.recipe.plan.precision]
-    for batch in dict.fromkeys(row.batch for row in table.rows):
-        measured = {row.case.name: row.case for row in table.rows if row.batch == batch and row.case.is_measured}
+    rows = [row for row in table.rows if row.case.is_measured and not (table.has_dropout and _divides_model(row))]
+    for batch in dict.fromkeys(row.batch for row in rows):
+        measured = {row.case.name: row.case for row in rows if row.batch == batch}
         if len(measured) < 2:
             continue
         base, *_ = measured.values()
@@ -234,6 +242,18 @@ def losses_of(table: ScaleTable) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _divides_model(row: Row) -> bool:
+    """Whether ranks share samples: masks of dropout differ then."""
+    layout = None if row.case.job is None else row.case.job.recipe.plan.layout
+    return layout is not None and layout.tp * layout.cp * layout.pp > 1
+
+
+def has_dropout(recipe: Recipe) -> bool:
+    """Whether the model drops some activations at random."""
+    model = without_memory(lambda: build_model(recipe.model))
+    return model is not None and any(isinstance(each, nn.Dropout) and each.p > 0 for each in model.modules())
 
 
 def _errors(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -10,14 +10,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.distributed import Store
+
 from shoal.bench.training.cases import checked_case, checked_job, with_settings
 from shoal.bench.training.predicted import Predicted, predict_case
 from shoal.bench.training.turns import WARMUP_STEPS as WARMUP_STEPS
 from shoal.bench.training.turns import Case, Spread, measure_in_turns, ratios
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.plan import Plan
+from shoal.comm.rendezvous.environment import Placement
 from shoal.config.recipe import Recipe
 from shoal.errors import raise_if
+from shoal.launch.local import launch
+from shoal.numerics.precision import PRECISIONS, slow_here
 from shoal.predict.cluster import Cluster
 
 BUCKETS = (1.0, 100.0)
@@ -92,7 +98,19 @@ def step_rows(recipe: Recipe, ranks: int, changes: Sequence[Change]) -> list[Ste
     problems, job = checked_job(recipe, ranks)
     raise_if(problems)
     rows = [StepRow(Change("the recipe", {}), Case("the recipe", job))]
-    return [*rows, *(StepRow(each, checked_case(each.name, each.applied(recipe), ranks)) for each in changes)]
+    for change in changes:
+        case = checked_case(change.name, change.applied(recipe), ranks)
+        precision = change.settings.get(("plan", "precision"))
+        if precision is not None and not case.reason:
+            (case.reason,) = launch(why_slow, (precision, recipe.launch.device), nproc=1)
+        rows.append(StepRow(change, case))
+    return rows
+
+
+def why_slow(placement: Placement | None, store: Store | None, precision: str, device: str) -> str:
+    """Why a precision is not measured: some CPUs need a hundred times as long for it. Empty: it is."""
+    is_cpu = device == "cpu" or not torch.cuda.is_available()
+    return slow_here(PRECISIONS[precision], torch.device("cpu" if is_cpu else "cuda")) or ""
 
 
 def measure_steps(rows: Sequence[StepRow], *, steps: int, rounds: int, say: Callable[[str, int, int], None]) -> None:
