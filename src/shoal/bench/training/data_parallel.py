@@ -68,7 +68,12 @@ def time_data_parallel(
             waited.append(loader.seconds_waited - before)
             seconds.append(time.perf_counter() - begin - waited[-1])
         loader.close()
-        states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        states = [
+            value
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dim()
+        ]
         size = num_bytes(model.parameters())
         return RankSteps(
             seconds=tuple(seconds),
