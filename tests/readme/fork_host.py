@@ -41,10 +41,7 @@ def run_commands(commands: Sequence[Sequence[str]], *, timeout: float = 100.0) -
 def main() -> None:
     """Be the host."""
     commands = json.load(sys.stdin)
-    # Loaded, and nothing computed: a fork of this process can compute. Dynamo is what the first optimizer would load.
-    import torch._dynamo  # noqa: F401
-
-    import shoal.train.recipe.loop  # noqa: F401
+    import tests.preload  # noqa: F401
 
     print(json.dumps([asdict(in_a_fork(words)) for words in commands]))
 
