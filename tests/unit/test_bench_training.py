@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from shoal.bench.training import step, turns
-from shoal.bench.training.cases import Ranks, microbatch_of, with_plan
+from shoal.bench.training.cases import Ranks, checked_case, microbatch_of, with_plan
 from shoal.bench.training.data_parallel import time_data_parallel
 from shoal.bench.training.scale import BASE, Row, ScaleRequest, ScaleTable, losses_of, row_mapping, table_of
 from shoal.bench.training.time_steps import RankSteps, time_steps
@@ -101,11 +102,29 @@ def test_ranks_beyond_the_cores_say_so() -> None:
     assert Ranks(nproc=(4,), threads=1, cores=2, device="cuda").shared(4) == ""
 
 
+def row_with_losses(name: str, last: float, words: str = "ddp") -> Row:
+    plan = TINY.plan.parse(words).resolve(2)
+    job: Any = type("Job", (), {"recipe": TINY.model_copy(update={"plan": plan})})
+    return Row(mode="strong", plan=name, ranks=2, batch=8, case=case(name, [1.0], [2.0, 1.9, 1.8, last], job))
+
+
+def test_a_plan_that_computes_something_else_is_not_compared() -> None:
+    base = row_with_losses("base", 1.7)
+    for words, has_dropout in (("compress=int8", False), ("sync=diloco:5", False), ("bf16", False), ("tp=2", True)):
+        table = ScaleTable(recipe=TINY, request=request_of((1,)), rows=[base, row_with_losses("other", 1.8, words)],
+                           has_dropout=has_dropout)  # fmt: skip
+        assert losses_of(table) == [], words
+        (found,) = losses_of(replace(table, rows=[*table.rows, row_with_losses("ddp", 1.8)]))
+        assert set(found["differences"]) == {"ddp"}
+
+
+def test_a_plan_with_an_open_choice_has_a_reason() -> None:
+    recipe = with_plan(TINY, "sync=auto", ranks=2, batch=8, mb=2, threads=1)
+    assert checked_case("open", recipe, 2).reason.startswith("sync=auto is chosen when a run begins")
+
+
 def test_a_plan_with_other_losses_is_found() -> None:
-    rows = [
-        Row(mode="strong", plan=name, ranks=1, batch=8, case=case(name, [1.0], [2.0, 1.9, 1.8, last]))
-        for name, last in (("base", 1.7), ("same", 1.7 + 1e-6), ("wrong", 1.71))
-    ]
+    rows = [row_with_losses(name, last) for name, last in (("base", 1.7), ("same", 1.7 + 1e-6), ("wrong", 1.71))]
     request = request_of((1,))
     (found,) = losses_of(ScaleTable(recipe=TINY, request=request, rows=rows))
     assert not found["are_equal"]

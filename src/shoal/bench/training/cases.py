@@ -9,6 +9,7 @@ from typing import Any
 from shoal.bench.training.turns import Case
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.plan_parser import parse_words
+from shoal.blueprint.replicas.local_sgd import AUTO
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError
 from shoal.train.recipe.memory.fits import check_fits
@@ -67,6 +68,9 @@ def checked_case(name: str, recipe: Recipe, ranks: int) -> Case:
 
 def checked_job(recipe: Recipe, ranks: int) -> tuple[list[Problem], Job | None]:
     """The job of a recipe, or all its problems."""
+    if recipe.plan.sync == AUTO:
+        what = "sync=auto is chosen when a run begins, and a benchmark needs a value"
+        return [Problem("R055", what, "sync=diloco:50, or no sync")], None
     try:
         checked = check_recipe(recipe, ranks, check_size=check_fits(ranks))
         return list(checked.problems), None if checked.problems else checked.job()

@@ -221,7 +221,7 @@ def losses_of(table: ScaleTable) -> list[dict[str, Any]]:
     """For each global batch: whether all plans have the same losses, which they must up to rounding."""
     found = []
     tolerance = TOLERANCE[table.recipe.plan.precision]
-    rows = [row for row in table.rows if row.case.is_measured and not (table.has_dropout and _divides_model(row))]
+    rows = [row for row in table.rows if row.case.is_measured and _is_comparable(row, table)]
     for batch in dict.fromkeys(row.batch for row in rows):
         measured = {row.case.name: row.case for row in rows if row.batch == batch}
         if len(measured) < 2:
@@ -244,10 +244,14 @@ def losses_of(table: ScaleTable) -> list[dict[str, Any]]:
     return found
 
 
-def _divides_model(row: Row) -> bool:
-    """Whether ranks share samples: masks of dropout differ then."""
-    layout = None if row.case.job is None else row.case.job.recipe.plan.layout
-    return layout is not None and layout.tp * layout.cp * layout.pp > 1
+def _is_comparable(row: Row, table: ScaleTable) -> bool:
+    """Whether a plan must have the losses of the base. Compression, local SGD and another precision compute something
+    else, and so does dropout where ranks share samples."""
+    assert row.case.job is not None
+    plan = row.case.job.recipe.plan
+    if plan.compress is not None or plan.sync is not None or plan.precision != table.recipe.plan.precision:
+        return False
+    return not table.has_dropout or plan.layout.tp * plan.layout.cp * plan.layout.pp == 1
 
 
 def has_dropout(recipe: Recipe) -> bool:
