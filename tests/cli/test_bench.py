@@ -43,7 +43,7 @@ def found(host: Host, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[st
     """A run, and the folder with its files."""
     folder = tmp_path_factory.mktemp("bench")
     words = ["--nproc", "2", "--node", "1", "--seconds", "6", "--cluster", "cpu:2", "--sizes", *SIZES]
-    words += ["--out", "c.yaml", "--plot", "p.svg", "--draw", "--json"]
+    words += ["--out", "c.yaml", "--plot", "p.svg", "--html", "p.html", "--draw", "--json"]
     ended = host.run("bench", "comm", *words, cwd=folder)
     assert ended.code == 0, ended.said
     return ended.json, folder
@@ -108,6 +108,13 @@ def test_the_plot_is_a_picture(found: tuple[dict[str, Any], Path]) -> None:
     texts = [each.text for each in drawn.iter() if each.tag.endswith("text")]
     assert "all_reduce within hosts" in texts
     assert "builtin" in texts
+
+
+def test_the_page_draws_every_message(found: tuple[dict[str, Any], Path]) -> None:
+    page = (found[1] / "p.html").read_text()
+    assert "all-reduce within hosts" in page
+    assert "ring all_reduce: messages of 2 ranks in 2 rounds" in page
+    assert "https:" not in page
 
 
 # ---- two hosts ------------------------------------------------------------------------------------------------------

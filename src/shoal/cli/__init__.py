@@ -21,7 +21,7 @@ VERBS = {
     "profile": "time a few steps by part, and say what bounds them and what to change",
     "chaos": "disturb a run with seeded faults, and compare it with an undisturbed one",
     "calibrate": "measure this machine for the planner, in about a minute",
-    "bench": "measure collectives with every algorithm (comm), or gradient compression (compress)",
+    "bench": "measure scaling, settings and memory of a recipe, collectives, or gradient compression",
     "backtest": "compare the planner's predictions with tables of measured runs",
     "report": "write one HTML page of a run, or of several side by side: verdict, curves, time, layout",
     "ls": "list the runs below a folder with state, step, loss and speed",

@@ -19,7 +19,7 @@ from shoal.cli.overrides import parse
 from shoal.cli.process import ended_by_interrupt, signals_as_exceptions, without_garbage_collection
 from shoal.cli.reports.train_summary import show_summary
 from shoal.comm.rendezvous.environment import Placement, read_environment
-from shoal.config.checks.memory import check_memory, has_no_accelerator, host_memory
+from shoal.config.checks.memory import has_no_accelerator
 from shoal.config.checks.settings import check_incomplete
 from shoal.config.load import RecipeReading
 from shoal.config.recipe import Recipe
@@ -248,20 +248,11 @@ def _import_torch(recipe: Recipe) -> None:
 
 def _check_size(options: Train, ranks: int, recipe: Recipe, model: nn.Module) -> list[Problem]:
     """Find a model that does not fit the memory of this machine, or of its GPUs with one rank each."""
-    import torch
-
-    from shoal.numerics.optim.groups import moments_of
-    from shoal.train.build_model import describe
+    from shoal.train.recipe.memory.fits import check_fits
 
     if options.overcommit:
         return []
-    on_gpu = recipe.launch.device != "cpu" and torch.cuda.is_available() and recipe.plan.offload == "none"
-    devices = range(min(ranks, torch.cuda.device_count()) if on_gpu else 0)
-    memory = sum(torch.cuda.get_device_properties(n).total_memory for n in devices) if on_gpu else host_memory()
-    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    frozen = sum(each.numel() for each in model.parameters()) - trained
-    moments = moments_of(recipe.optim.name, model, describe(model).blocks)
-    problems = check_memory(recipe, recipe.plan, trained, frozen=frozen, ranks=ranks, memory=memory, moments=moments)
+    problems = list(check_fits(ranks)(recipe, model))
     if not options.dry_run:
         return problems
     for problem in problems:

@@ -65,10 +65,10 @@ def details(title: str, body: str) -> str:
     return f"<details><summary>{text(title)}</summary>{body}</details>"
 
 
-def page(title: str, body: str, payload: Any) -> str:
-    """The whole page, in one file."""
-    scripts = [_asset("uPlot.iife.min.js"), _asset("page.js")]
-    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+def page(title: str, body: str, payload: Any = None) -> str:
+    """The whole page, in one file. `payload` None: it has no script."""
+    scripts = [] if payload is None else [_asset("uPlot.iife.min.js"), _asset("page.js")]
+    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts) or "'none'"
     policy = (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none';"
         " form-action 'none'"
@@ -82,7 +82,7 @@ def page(title: str, body: str, payload: Any) -> str:
             f'<title>{text(title)}</title><link rel="icon" href="data:,">',
             f"<style>{_asset('uPlot.min.css')}\n{_asset('page.css')}</style></head>",
             f"<body><main>{body}</main>",
-            f'<script type="application/json" id="data">{data(payload)}</script>',
+            *([f'<script type="application/json" id="data">{data(payload)}</script>'] if scripts else []),
             *(f"<script>{script}</script>" for script in scripts),
             "</body></html>",
             "",
