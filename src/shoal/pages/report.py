@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.files import open_regular
@@ -31,14 +32,23 @@ NOTE = (
 
 def make_report(runs: Sequence[RunRecord]) -> str:
     """The page."""
+    body, found = report_body(runs)
+    return page(f"{title_of(runs)} – shoal report", top.header(runs) + body, found)
+
+
+def title_of(runs: Sequence[RunRecord]) -> str:
+    """The names of the runs."""
+    return " · ".join(run.name[:80] for run in runs)
+
+
+def report_body(runs: Sequence[RunRecord]) -> tuple[str, dict[str, Any]]:
+    """The page without its header, and the data of its charts."""
     found = curves.payload(runs)
     for each, run in zip(found["runs"], runs, strict=True):
         each["marks"] = marks.drawn(run)
     drawn = curves.charts(runs, found)
     drawn = section("Curves", BUTTONS + drawn, name="curves", note=NOTE) if drawn else ""
-    body = _one(runs[0], drawn) if len(runs) == 1 else _several(runs, drawn)
-    title = " · ".join(run.name[:80] for run in runs)
-    return page(f"{title} – shoal report", top.header(runs) + body, found)
+    return (_one(runs[0], drawn) if len(runs) == 1 else _several(runs, drawn)), found
 
 
 def _one(run: RunRecord, drawn: str) -> str:

@@ -17,6 +17,8 @@ MOST_WHOLE = 2**28
 """Bytes up to which a file of lines is read whole; of a longer one, lines are sampled."""
 LONGEST_LINE = 2**14
 """Bytes; a longer line is left out."""
+TAIL = 2**16
+"""Bytes that are read from the end of a file whose last records alone matter."""
 
 Record = dict[str, Any]
 
@@ -59,6 +61,17 @@ def sample_records(path: Path, number: int) -> list[Record]:
     try:
         with open_own(path) as file:
             lines = list(sampled_lines(file, os.fstat(file.fileno()).st_size, number))
+    except OSError:
+        return []
+    return [record for line in lines if is_record(record := parse(line))]
+
+
+def tail_records(path: Path) -> list[Record]:
+    """The last records of a file; a torn one is left out."""
+    try:
+        with open_own(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            lines = [line for line in file.read(TAIL).split(b"\n") if len(line) <= LONGEST_LINE]
     except OSError:
         return []
     return [record for line in lines if is_record(record := parse(line))]
