@@ -69,8 +69,9 @@ def _several(runs: Sequence[RunRecord], drawn: str) -> str:
     return "".join(parts)
 
 
-def write_page(path: Path, content: str) -> None:
-    """Write the page at once: a reader sees the old one or the new one. A link in its place is replaced."""
+def write_page(path: Path, content: str, option: str = "-o") -> None:
+    """Write the page at once: a reader sees the old one or the new one. A link in its place is replaced. `option`: of
+    the command, which names another file."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -81,4 +82,4 @@ def write_page(path: Path, content: str) -> None:
         with suppress(OSError):
             part.unlink(missing_ok=True)
         what = f"the page {str(path)!r} cannot be written: {error.strerror}"
-        raise ShoalError(what, fix="-o ELSEWHERE.html", code="R061") from None
+        raise ShoalError(what, fix=f"{option} ELSEWHERE.html", code="R061") from None

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shoal.blueprint.plan import Plan, Recompute
 from shoal.blueprint.schedules.generate import check_schedule
@@ -59,10 +59,25 @@ class SearchResult:
     """Layouts that fit, and that one of the best dominates."""
 
 
-def search(task: Task, required: Required = None, *, keep: int = 5, by: By = "time") -> SearchResult:
+class Candidate(NamedTuple):
+    """A plan that fits the memory, with its predicted memory and time. Not each of them was checked to run."""
+
+    plan: Plan
+    bytes: float
+    seconds: float
+
+
+def search(
+    task: Task,
+    required: Required = None,
+    *,
+    keep: int = 5,
+    by: By = "time",
+    seen: list[Candidate] | None = None,
+) -> SearchResult:
     """Return the best plans of a task. Every plan has the words of `required`: keys and values, or a plan, of which the
-    words that are not defaults count."""
-    searching = _Search(task, required, keep, by)
+    words that are not defaults count. `seen` receives every plan that fits."""
+    searching = _Search(task, required, keep, by, seen)
     for layout in layouts(task, searching.required):
         searching.look_at(layout)
     found = searching.found
@@ -76,7 +91,8 @@ def search(task: Task, required: Required = None, *, keep: int = 5, by: By = "ti
 class _Search:
     """The state of one search."""
 
-    def __init__(self, task: Task, required: Required, keep: int, by: By) -> None:
+    def __init__(self, task: Task, required: Required, keep: int, by: By, seen: list[Candidate] | None = None) -> None:
+        self.seen = seen
         self.given = set(required.to_mapping() if isinstance(required, Plan) else required or {})
         self.required = Plan.of(required) if required is not None else Plan(precision="bf16")
         self.task, self.keep, self.by = task, keep, by
@@ -174,6 +190,8 @@ class _Search:
 
     def _enter(self, prediction: Prediction) -> None:
         """Keep a prediction if it is among the best, or on the frontier."""
+        if self.seen is not None:
+            self.seen.append(Candidate(prediction.plan, prediction.memory.total, prediction.time.total))
         corner = (round(prediction.memory.total / 2**30), prediction.plan.recompute)
         held = self.fitting.get(corner)
         is_corner = held is None or prediction.time.total < held.time.total

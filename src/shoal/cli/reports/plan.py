@@ -64,7 +64,10 @@ def render(console: Console, answer: Answer) -> None:
         console.print(
             f"\n{answer.tokens:.3g} tokens: {days:,.1f} days, {hours:,.0f} device-hours{cost}", highlight=False
         )
-    console.print(f"\n{answer.command}", highlight=False, soft_wrap=True)  # in one line, to be copied
+    console.print(f"\n[dim]{answer.remark}[/dim]" if answer.remark else "", highlight=False)
+    for name, command in answer.commands.items():  # each in one line, to be copied
+        console.print(f"[dim]# {name}[/dim]", highlight=False)
+        console.print(command, highlight=False, markup=False, soft_wrap=True)
 
 
 def in_words(number: float) -> str:
