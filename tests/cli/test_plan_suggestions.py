@@ -13,7 +13,7 @@ import yaml
 
 from shoal.blueprint.plan import Plan
 from shoal.cli import main
-from shoal.planner.search import AS_FAST, LESS_MEMORY, LESS_TIME, search, tradeoffs
+from shoal.planner.search import AS_FAST, LESS_MEMORY, LESS_TIME, search, tradeoffs, why_not
 from shoal.planner.task import Task
 from shoal.predict.cluster_parser import larger, parse_cluster
 from shoal.predict.presets.models import find_model
@@ -47,12 +47,15 @@ def test_each_label_holds_for_the_numbers_below_it(model: str) -> None:
         for one in labelled.get(LESS_MEMORY, []):
             assert one.memory.total < first.memory.total
             assert one.time.total > first.time.total
+            assert why_not(first, one, by) == ""  # type: ignore[arg-type]
         for one in labelled.get(AS_FAST, []):
             assert one.memory.total < first.memory.total
             assert one.time.total <= first.time.total
+            assert why_not(first, one, by)  # type: ignore[arg-type]
         for one in labelled.get(LESS_TIME, []):
             assert one.memory.total > first.memory.total
             assert one.time.total < first.time.total
+            assert why_not(first, one, by)  # type: ignore[arg-type]
 
 
 def test_people_see_each_alternative_below_the_label_that_it_deserves(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +63,7 @@ def test_people_see_each_alternative_below_the_label_that_it_deserves(capsys: py
     _, out, _ = asked(capsys, *words)
     assert LESS_MEMORY in out
     assert LESS_TIME in out
+    assert "faster: predictions within 5 % are equal, and the first" in " ".join(out.split())
     chosen = _figures(out.split("plan ", 1)[1])[0]
     for label, is_smaller in ((LESS_MEMORY, True), (LESS_TIME, False)):
         below = _figures(out.split(f"{label}\n")[1])

@@ -16,7 +16,7 @@ from shoal.planner.faults import Faults, predict_faults, read_times
 from shoal.planner.flag_suggestions import Suggestion, suggestions
 from shoal.planner.lint.lint import Lint, lint
 from shoal.planner.request import PlanRequest
-from shoal.planner.search import Candidate, SearchResult, search, tradeoffs
+from shoal.planner.search import By, Candidate, SearchResult, search, tradeoffs, why_not
 from shoal.planner.suggestions import AS_OPTIONS, reject_contradictions
 from shoal.planner.task import Task
 from shoal.predict.cluster import GIB
@@ -97,7 +97,7 @@ class Answer:
     task: Task
     search: SearchResult
     best: list[Choice]
-    by: str = "time"
+    by: By = "time"
     top: int = 5
     """The number of plans requested."""
     assumed: dict[str, str] = field(default_factory=dict)
@@ -266,6 +266,17 @@ def tradeoffs_of(result: Answer) -> dict[str, list[Prediction]]:
         return {}
     found = tradeoffs(first.prediction, result.search.frontier)
     return {label: plans[:SHOWN_FRONTIER] for label, plans in found.items()}
+
+
+def tradeoff_rows(result: Answer, plans: list[Prediction]) -> tuple[list[str], list[tuple[Prediction, list[str]]]]:
+    """The columns of one group, and each plan with the last cells of its row: why a plan that is no slower than the
+    chosen one was not chosen. A group of slower plans has no such column."""
+    best = result.best[0].prediction
+    reasons = [why_not(best, one, result.by) for one in plans]
+    column = ["why it was not chosen"] if any(reasons) else []
+    return ["plan", "GiB", "step", *column], [
+        (one, [reason] if column else []) for one, reason in zip(plans, reasons, strict=True)
+    ]
 
 
 def why_fewer(result: Answer) -> str:

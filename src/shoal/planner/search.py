@@ -280,6 +280,21 @@ def tradeoffs(best: Prediction, frontier: Iterable[Prediction]) -> dict[str, lis
     return {label: plans for label, plans in found.items() if plans}
 
 
+def why_not(best: Prediction, other: Prediction, by: By = "time") -> str:
+    """Why a plan that is faster than the chosen one, or as fast and smaller, was not chosen; empty: it is slower."""
+    faster = 1 - other.time.total / best.time.total
+    if faster < 0:
+        return ""
+    if by == "memory":
+        return "--by memory chooses the smallest"
+    near = f"{faster:.1%} faster: predictions within 5 % are equal" if faster >= 0.0005 else "no faster"
+    if complexity(best.plan) < complexity(other.plan):
+        return f"{near}, and the first is simpler"
+    if best.memory.total < other.memory.total:
+        return f"{near}, and the first needs less memory"
+    return f"{near}, and the first has fewer microbatches" if (best.plan.mb or 0) > (other.plan.mb or 0) else near
+
+
 def _frontier(predictions: Iterable[Prediction]) -> list[Prediction]:
     """Return the Pareto frontier from the fastest plan on; each is at least 1 % smaller than the one before."""
     chosen: list[Prediction] = []

@@ -2,7 +2,7 @@
 
     cursor "77-2048": inode 77, read up to byte 2048, which is the end of a line
 
-A resumed run writes its metrics anew, without the steps that it repeats. Then what was read before no longer holds.
+A resumed run replaces its metrics by those of the steps that it does not repeat. Then the page is made again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Serve the live page of one run to this machine alone: `/`, the page, and `/stream`, what changes in it.
 
-It reads files of the run directory and nothing else. Whoever has no token, comes by a foreign name, or sends anything
-but a GET is answered 403.
+It reads files of the run directory and nothing else. A request without the token, under a foreign name, or with another
+method than GET is answered 403.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class WatchServer(ThreadingHTTPServer):
             raise ShoalError(what, fix="shoal watch without --port, which takes a free one", code="R070") from None
 
     def server_bind(self) -> None:
-        """Bind without the name of the host, which `HTTPServer` asks of a name server."""
+        """Bind without looking up the name of the host, which `HTTPServer` does."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = "127.0.0.1", self.server_address[1]
 
@@ -88,17 +88,17 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        """Answer the page, the stream, or a refusal."""
+        """Answer with the page, the stream, or 403."""
         if not is_own_host(self.headers.get_all("Host", [])):
-            return self._refuse("this page is served under the names 127.0.0.1 and localhost alone")
+            return self._reject("this page is served under the names 127.0.0.1 and localhost alone")
         address = urlsplit(self.path)
         query = parse_qs(address.query)
         if address.path == "/" and "token" in query:
             if self.server.access.takes_token(query["token"][0]):
                 return self._answer(303, b"", {"Location": "/", "Set-Cookie": self.server.access.set_cookie})
-            return self._refuse("the token is not the one that `shoal watch` has printed")
+            return self._reject("the token is not the one that `shoal watch` has printed")
         if not self.server.access.takes_cookie(self.headers.get("Cookie", "")):
-            return self._refuse("open the address that `shoal watch` has printed, with its token")
+            return self._reject("open the address that `shoal watch` has printed, with its token")
         if address.path == "/":
             return self._answer(200, self.server.page(), {"Content-Type": "text/html; charset=utf-8"})
         if address.path == "/stream":
@@ -106,13 +106,13 @@ class Handler(BaseHTTPRequestHandler):
             return self._stream(Cursor.parse(after))
         return self._answer(404, b"there is no such page\n")
 
-    def _refuse(self, why: str) -> None:
+    def _reject(self, why: str) -> None:
         self._answer(403, f"403: {why}\n".encode())
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer a request that the base class rejects, without repeating any of it. 501: its method is not GET."""
         if code == 501:
-            return self._refuse("only GET is answered")
+            return self._reject("only GET is answered")
         return self._answer(code, f"{int(code)}: the request cannot be read\n".encode())
 
     def _answer(self, code: int, body: bytes, headers: dict[str, str] | None = None) -> None:

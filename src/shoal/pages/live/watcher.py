@@ -1,4 +1,4 @@
-"""What an open page has to be told: new rows, a change of the state, a page that was made anew.
+"""The messages to an open page: new rows, and that sections or the whole page have to be loaded again.
 
 rows      figures of the present, and the new points of the curves
 refresh   fetch the page again, and take its sections

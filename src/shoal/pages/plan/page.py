@@ -10,7 +10,7 @@ from shoal.pages.plan.scatter import Dot, scatter
 from shoal.pages.sections.layout import layout_of
 from shoal.pages.svg import stacked_bar
 from shoal.pages.words import duration, figure, large, percent
-from shoal.planner.answer import MEMORY, Answer, Choice, tradeoffs_of, why_fewer
+from shoal.planner.answer import MEMORY, Answer, Choice, tradeoff_rows, tradeoffs_of, why_fewer
 from shoal.planner.candidates import check_candidate
 from shoal.planner.search import Candidate
 from shoal.predict.cluster import GIB
@@ -54,7 +54,7 @@ def _first(answer: Answer) -> str:
     time_, memory = answer.best[0].prediction.time, answer.best[0].prediction.memory
     unit = "tokens" if answer.task.sequence > 1 else "samples"
     facts = [
-        ("Step", duration(time_.total), f"{duration(time_.low)} to {duration(time_.high)} in 8 of 10 runs"),
+        ("Step", duration(time_.total), f"{duration(time_.low)} to {duration(time_.high)} is the 80 % interval"),
         ("Memory", f"{memory.total / GIB:.1f} GiB", f"of {answer.task.memory_limit / GIB:.1f} on the fullest rank"),
         ("Speed", f"{large(time_.tokens_per_s_per_device)} {unit}/s", "a device"),
         ("MFU", percent(time_.mfu), "of the datasheet's peak"),
@@ -89,7 +89,9 @@ def _scatter(answer: Answer, seen: Sequence[Candidate]) -> str:
     others = [each for each in thinned(seen) if not check_candidate(answer.task, each.plan)]
     dots = [_dot(each, "plan") for each in others]
     dots += [_dot(each, "frontier") for each in frontier] + [_dot(each, "best") for each in reversed(chosen)]
-    drawn = scatter(dots, ("GiB on the fullest rank", "time of a step"), (lambda x: f"{x:g}", duration))
+    drawn = scatter(
+        dots, ("GiB on the fullest rank", "time of a step"), (lambda x: f"{x:g}", lambda y: duration(y) if y else "0")
+    )
     note = (
         f"{len(seen):,} plans fit, {answer.search.num_too_large:,} do not; of dots at one place, the fastest is drawn."
         " Hover over a dot to read its plan."
@@ -161,8 +163,10 @@ def _why(answer: Answer) -> str:
     """Other plans, and the reasons against them."""
     body = ""
     for label, plans in tradeoffs_of(answer).items():
-        rows = [(one.plan.brief(), f"{one.memory.total / GIB:.1f}", duration(one.time.total)) for one in plans]
-        body += section(text(label), table(("plan", "GiB", "step"), rows))
+        columns, others = tradeoff_rows(answer, plans)
+        cells = [(one.plan.brief(), f"{one.memory.total / GIB:.1f}", duration(one.time.total), *why)
+                 for one, why in others]  # fmt: skip
+        body += section(text(label), table(columns, cells))
     rows = [(one.move, one.plan, one.reason) for one in answer.rejected]
     body += section("Alternatives", table(("change", "plan", "effect"), rows), name="alternatives")
     lints = [(one.code, one.title, one.numbers, f"{one.fix}: {one.saves}" if one.saves else one.fix)
