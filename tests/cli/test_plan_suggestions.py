@@ -87,6 +87,22 @@ def test_a_model_of_the_smallest_plan_is_not_compared_across_clusters(capsys: py
     assert LESS_TIME not in out
 
 
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("batch=32", "--global-batch 32"),
+        ("weights=bf16", "--param-dtype bf16"),
+        ("compile=1", "unless --eager is given"),
+    ],
+)
+def test_a_fix_names_options_of_plan(capsys: pytest.CaptureFixture[str], word: str, fix: str) -> None:
+    code, _, err = asked(capsys, "llama3-1b", "--cluster", "h200:1", "--plan", word)
+    assert code == 2
+    assert fix in err
+    assert "--data." not in err
+    assert "--optim." not in err
+
+
 # ---- as many plans as were asked for --------------------------------------------------------------------------------
 
 

@@ -195,11 +195,11 @@ def test_a_run_begins_steps_saves_and_ends(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         page = live_page(path)
         assert "running: this page follows it" in page
-        watcher = Watcher(path, Cursor.at_end(path / "metrics.jsonl"), lambda: 0.2, later)
+        watcher = Watcher(path, Cursor.at_end(path / "metrics.jsonl"), lambda: 0.1, later)
         append(path, 6)
         assert [each.event for each in watcher.poll()] == ["rows"]
         clock[0] = 11
-        assert watcher.poll() == []  # a page that costs 0.2 s is made again after 20
+        assert watcher.poll() == []  # a page that costs 0.1 s is made again after 20
         clock[0] = 21
         assert [each.event for each in watcher.poll()] == ["refresh"]
         clock[0] = 50

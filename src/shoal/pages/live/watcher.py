@@ -27,8 +27,8 @@ LOOK_EVERY = 2.0
 """Seconds between two looks at the lock and at the events."""
 REFRESH_EVERY = 10.0
 """Seconds, at least, between two refreshes of the sections."""
-SHARE = 100
-"""A refresh is at least this many times its own cost after the one before it: it costs a hundredth of a core."""
+SHARE = 200
+"""A refresh is at least this many times its own cost after the one before it: it costs half a hundredth of a core."""
 KEEP = 200
 """Records for the present."""
 
