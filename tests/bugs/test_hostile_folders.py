@@ -446,6 +446,7 @@ def swap_for_ever(first: Path, second: Path) -> None:
     while True:
         if libc.renameat2(-100, bytes(first), -100, bytes(second), 2):
             raise OSError(ctypes.get_errno(), "renameat2")
+        time.sleep(1e-5)  # without it, on busy cores, a reader may wait for the folder's lock in the kernel for minutes
 
 
 def start_often(scene: Scene, seconds: float) -> int:

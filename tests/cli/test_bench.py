@@ -78,8 +78,13 @@ def test_numbers_hold_together(found: tuple[dict[str, Any], Path]) -> None:
     assert sorted(fastest) == sorted(
         {(each["kind"], each["bytes"]) for each in said["timings"] if each["kind"] != "send"}
     )
-    assert {held["bytes"] for each in said["fits"] for held in each["validation"]} == {HELD}
-    assert said["validation"]["median"] < 3  # that it is 0.05 on a machine of its own, the benchmark says
+    sizes: dict[tuple[str, str], set[int]] = {}
+    for each in said["timings"]:
+        sizes.setdefault((each["kind"], each["algorithm"]), set()).add(each["bytes"])
+    is_held = any(HELD in measured and len(measured) > 2 for measured in sizes.values())  # a slow machine skips sizes
+    assert {held["bytes"] for each in said["fits"] for held in each["validation"]} == ({HELD} if is_held else set())
+    # That the median error is 0.05 on a machine of its own, the benchmark says.
+    assert not is_held or said["validation"]["median"] < 3
     assert 0 < said["link_bandwidth"]["within"]["together"] < 1e12
     assert "ring all_reduce, 2 ranks" in "\n".join(said["pictures"])
 

@@ -7,6 +7,7 @@ import resource
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,16 @@ TOO_LARGE = "llama3-70b --cluster h100:8 --seq-len 8192 --global-batch 64"
 
 @pytest.mark.parametrize(("words", "bound"), [(LARGE, 3.0), (SMALL, 1.0)])
 def test_it_is_fast(words: str, bound: float) -> None:
-    """At the latest when it is tried for the third time."""
-    assert any(_seconds_of(words) <= bound for _ in range(3))
+    """At the latest when it is tried for the third time, and on a slow machine by as much later as Python is slow."""
+    assert any(_seconds_of(words) <= bound * max(1.0, _slowness()) for _ in range(3))
+
+
+def _slowness() -> float:
+    """Of Python here, against a machine on which a loop of three million turns takes 0.1 s."""
+    start = time.process_time()
+    for _ in range(3_000_000):
+        pass
+    return (time.process_time() - start) / 0.1
 
 
 def _seconds_of(words: str) -> float:

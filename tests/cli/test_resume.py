@@ -298,7 +298,8 @@ def test_weights_that_another_user_has_put_into_memory_are_not_resumed_from(host
     """A folder in /dev/shm with the name of ours and a step that is newer than those on the disk: the run took it."""
     words = [*ALL, "--nproc", "2", "--run.duration", "4step", "--checkpoint.every", "2step"]
     assert host.run(*words, "--run.duration", "6step", "--run.dir", "other", cwd=tmp_path).code == 0
-    fault = {"SHOAL_FAULTS": "kill_at=rank:1,step:4"}
+    # Step 2 is on the disk before the kill, also where the disk is slow.
+    fault = {"SHOAL_FAULTS": "sleep_at=rank:1,step:3,seconds:1 kill_at=rank:1,step:4"}
     assert host.run(*words, "--launch.max_restarts", "0", cwd=tmp_path, env=fault).code == 3
     hostile = MEMORY / f"shoal-tier-{os.geteuid()}-hostile"
     try:

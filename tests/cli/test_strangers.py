@@ -58,8 +58,8 @@ def in_network(name: str, act: Callable[[threading.Event], None]) -> Iterator[No
 
 
 def relay(listening: socket.socket, to: tuple[str, int], heard: bytearray, is_over: threading.Event) -> None:
-    """Pass a connection on, and record what its client says: the handshake of an agent."""
-    with listening.accept()[0] as client, socket.create_connection(to) as server:
+    """Pass a connection on until an end closes it, and record what its client says: the handshake of an agent."""
+    with contextlib.suppress(ConnectionError), listening.accept()[0] as client, socket.create_connection(to) as server:
         while not is_over.is_set():
             for source in select.select([client, server], [], [], 0.1)[0]:
                 data = source.recv(2**16)

@@ -47,10 +47,11 @@ def run_all() -> tuple[dict[Path, Ran], set[Path]]:
     """What became of each recipe, and the summaries that were kept."""
     with tempfile.TemporaryDirectory() as folder:
         commands = [["train", str(path), *SHORTER, "--run.dir", str(Path(folder, path.stem))] for path in ON_CPU]
-        ran = dict(zip(ON_CPU, run_commands(commands), strict=True))
+        ran = dict(zip(ON_CPU, run_commands(commands, timeout=280), strict=True))
         return ran, set(Path(folder).glob("*/summary.json"))
 
 
+@pytest.mark.timeout(300)  # the first one waits for all recipes
 @pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.stem)
 def test_it_trains_on_a_cpu(path: Path, once: Callable[..., Any]) -> None:
     runs, summaries = once(run_all)

@@ -113,6 +113,14 @@ def test_no_part_of_a_link_is_negative() -> None:
     assert 0 < tier.bandwidth < float("inf")
 
 
+def test_a_link_on_which_bytes_take_no_time_is_as_fast_as_its_fastest_message() -> None:
+    flat = [replace(each, seconds=0.001) for each in messages(2)]
+    largest = max(each.size[0] for each in flat if each.what in ("send", "all_reduce"))
+    tier = fit_tier(flat, 2)
+    assert tier.bandwidth == pytest.approx(largest / 0.001)
+    assert 0.1 < tier.gathering < 10
+
+
 def test_a_device_is_what_was_measured() -> None:
     device = device_of(made_up())
     assert device.achievable["bf16"] == pytest.approx(RATE)

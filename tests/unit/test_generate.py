@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal.cli.generate import _show
 from shoal.train.inference.generate import Sampling, choose, generate
 
 
@@ -31,3 +32,13 @@ def test_draws_follow_temperature_and_top_p() -> None:
         assert abs(found - expected) < 0.03
     assert share(temperature=1.0, top_p=0.7)[0] == 0.0
     assert share(temperature=1.0, top_p=0.5) == [0.0, 1.0, 0.0]
+
+
+def test_text_appears_as_it_is_made_and_no_character_is_halved(capsys: pytest.CaptureFixture[str]) -> None:
+    made, shown, steps = "né🙂 \ufffd!".encode(), "", []
+    for length in range(1, len(made) + 1):
+        shown += _show(made[:length].decode(errors="replace"), shown)
+        steps.append(capsys.readouterr().out)
+    assert "".join(steps) == shown == "né🙂 \ufffd!"
+    assert steps[:3] == ["n", "", "é"]
+    assert "\ufffd" not in "".join(steps[:-1])

@@ -28,6 +28,8 @@ from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.presets.peak_flops import peak_flops
 
 MESSAGES = ("send", "all_gather", "reduce_scatter", "all_reduce")
+LEAST_SHARE = 0.01
+"""Of the time of a message that its bytes take, at the size with the largest such share; below it is noise."""
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
@@ -163,7 +165,7 @@ def fit_tier(messages: Sequence[Reading], num_ranks: int, *, num_nodes: int = 1,
         for unit in np.eye(4).tolist()
     ]
     base, latency, *per_bytes = _nonnegative(np.array(columns).T, 1 - np.array(known))
-    per_byte, per_gathered_byte = (max(each, 1e-15) for each in per_bytes)
+    per_byte, per_gathered_byte = map(_at_least_seen, per_bytes, columns[2:])
     over = f"on {num_nodes} hosts" if num_nodes > 1 else ""
     return Tier(
         name="measured",
@@ -173,6 +175,17 @@ def fit_tier(messages: Sequence[Reading], num_ranks: int, *, num_nodes: int = 1,
         gathering=per_byte / per_gathered_byte,
         source=f"measured between {num_ranks} ranks {over}".rstrip(),
     )
+
+
+def _at_least_seen(per_byte: float, shares: Sequence[float]) -> float:
+    """Seconds per byte. Where the fit gives bytes no part of the time of any message, because noise hid it, they are
+    those of the fastest message: a link is never infinitely fast. `shares[i] * per_byte` is the part of message i.
+
+    >>> _at_least_seen(0.5, [0.2, 1.6]), _at_least_seen(0.0, [0.2, 1.6])
+    (0.5, 0.625)
+    """
+    largest = max(shares, default=0.0)
+    return max(per_byte, 1e-15) if per_byte * largest >= LEAST_SHARE or not largest else 1 / largest
 
 
 class _Shape(NamedTuple):

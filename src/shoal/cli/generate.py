@@ -73,6 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     trained = trained_model(options.directory, options.step)
     prompt, tokenizer = _tokens(options, trained)
     made: list[int] = []
+    shown = ""
     sampling = Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed)
     for token in generate(
         trained.model.to(options.device),
@@ -82,6 +83,8 @@ def main(arguments: Sequence[str]) -> int:
         sampling=sampling,
     ):
         made.append(token)
+        if not options.json:
+            shown += _show(tokenizer.text(made), shown)
     text = tokenizer.text(made)
     result = {
         "step": trained.step.manifest.step,
@@ -90,8 +93,17 @@ def main(arguments: Sequence[str]) -> int:
         "tokens": made,
         "stopped": "length" if len(made) == options.max_tokens else "end",
     }
-    sys.stdout.write(f"{json.dumps(result) if options.json else text}\n")
+    rest = text.removeprefix(shown) if text.startswith(shown) else f"\n{text}"  # a later token may change earlier text
+    sys.stdout.write(f"{json.dumps(result) if options.json else rest}\n")
     return 0
+
+
+def _show(text: str, shown: str) -> str:
+    """Print what is new in a text, and return it. A character of which bytes are missing waits for them."""
+    new = text.removeprefix(shown).rstrip("\ufffd") if text.startswith(shown) else ""
+    sys.stdout.write(new)
+    sys.stdout.flush()
+    return new
 
 
 def _problems(options: Generate) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """Split a command line into a verb's own options and settings of the recipe (`--optim.lr 3e-4`).
 
-A verb's options are a dataclass that tyro parses. Settings are merged into the YAML file and validated with it
+A verb's options are a dataclass. Settings are merged into the YAML file and validated with it
 (`shoal.config.load`), so that all problems are reported at once. tyro prints the help of both.
 """
 
@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import tyro
 
 from shoal.blueprint.aliases import OTHER_SYSTEMS
-from shoal.cli.options import check_words, run_tyro, unknown_option
+from shoal.cli.options import check_words, unknown_option
 from shoal.config.data_source import SourceField
 from shoal.config.duration import Duration
 from shoal.config.flag_aliases import instead_of
@@ -43,7 +43,7 @@ def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[
     own, overrides, problems = _sort(list(arguments), own={each.name: each.type for each in fields(kind)})  # type: ignore[arg-type]
     checked = check_words(kind, own, prog=prog)
     problems += checked.problems
-    options = run_tyro(kind, checked.words, prog=prog)
+    options = kind(**checked.values)
     path: Path | None = getattr(options, "recipe", None)
     return options, read_recipe(path, overrides, problems)
 

@@ -87,6 +87,8 @@ class Loader:
         self._closed = False
         self.decision = ""
         """The way in which batches are prepared, and the reason; empty before the first batch."""
+        self.num_processes = 0
+        """Processes that prepare batches; 0: none, or before the first batch."""
         self.seconds_waited = 0.0
         """Seconds that the consumer has waited for batches so far."""
 
@@ -143,6 +145,7 @@ class Loader:
 
     def _start(self) -> None:
         workers = self._decide()
+        self.num_processes = workers or 0
         position = self._position + len(self._timed) * self._share.batch
         positions = range(position, 2**62, self._share.batch)
         prefetch, pin, timeout = self._prefetch, self._pin, self._timeout

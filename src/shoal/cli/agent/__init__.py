@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.cli.options import check_words, run_tyro
+from shoal.cli.options import parse_options
 from shoal.comm.rendezvous.key import Key
-from shoal.errors import ShoalError, raise_if
+from shoal.errors import ShoalError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,7 @@ class Agent:
 
 def main(arguments: Sequence[str]) -> int:
     """Serve the coordinator; 0 when it let this agent go."""
-    if "--help" in arguments or "-h" in arguments:
-        run_tyro(Agent, ["--help"], prog="shoal agent")
-    checked = check_words(Agent, list(arguments), prog="shoal agent")
-    raise_if(checked.problems)
-    options = run_tyro(Agent, checked.words, prog="shoal agent")
+    options = parse_options(Agent, arguments, prog="shoal agent")
     host, _, port = options.join.rpartition(":")
     if not options.store and (not host or not port.isdecimal() or int(port) > 65535):
         what = f"--join must be the coordinator's HOST:PORT, got {options.join[:80]!r}"

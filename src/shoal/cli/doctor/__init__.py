@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from shoal.cli.doctor.report import render, worst
-from shoal.cli.options import parse_options, run_tyro
+from shoal.cli.options import parse_options, print_help
 from shoal.cli.overrides import parse
 from shoal.cli.reports.console import WIDTH, show
 from shoal.config.load import RecipeReading
@@ -63,7 +63,7 @@ class Doctor:
 def main(arguments: Sequence[str]) -> int:
     """Check, and print the findings; 0 if nothing will fail, else 1."""
     if "--help" in arguments or "-h" in arguments:  # without the settings of a recipe, which `shoal train` lists
-        run_tyro(Doctor, ["--help"], prog="shoal doctor")
+        print_help(Doctor, prog="shoal doctor")
     began = time.perf_counter()
     run = _run_directory(arguments)
     if run is not None:

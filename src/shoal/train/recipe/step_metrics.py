@@ -24,6 +24,7 @@ from shoal.numerics.async_scalars import AsyncScalars
 from shoal.observe.durable_write import room
 from shoal.observe.metrics import TRACKERS, Guarded, JsonLines, Sink, peak_memory_gib, print_to_stderr
 from shoal.observe.progress import ProgressLine
+from shoal.observe.slow_data import SlowData
 from shoal.observe.stragglers import Stragglers
 from shoal.predict.presets.peak_flops import peak_flops
 from shoal.train.recipe.preflight import Job
@@ -54,6 +55,8 @@ class _PendingRecord:
     experts: AsyncScalars | None
     line: ProgressLine
     done: float
+    loader_processes: int
+    """Processes that prepare batches of this rank."""
 
 
 class StepMetrics:
@@ -95,7 +98,7 @@ class StepMetrics:
         self.seconds_training = self.seconds_before
         self.num_experts = torch.tensor(list(run.composed.routed.values()), device=run.device)
         self._pending: deque[_PendingRecord] = deque()
-        self.stragglers = Stragglers()
+        self.stragglers, self.slow_data = Stragglers(), SlowData()
 
     def record_step(self, loader: Loader, line: ProgressLine, done: float) -> None:
         """Record the step that was just started. On a GPU its numbers arrive later: write the step before it."""
@@ -111,7 +114,7 @@ class StepMetrics:
             "data_wait_seconds": waited,
             "loss_scale": self.run.loss_scale.scale,
         }
-        self._pending.append(_PendingRecord(report, facts, experts, line, done))
+        self._pending.append(_PendingRecord(report, facts, experts, line, done, loader.num_processes))
         while len(self._pending) > (self.run.device.type == "cuda"):
             self._record(self._pending.popleft())
 
@@ -155,6 +158,9 @@ class StepMetrics:
         self.seconds_training = self.seconds_before + now - self.start
         if record["step"] % self.job.recipe.run.log_every == 0:
             self._write(record)
+        waited = record["data_wait_seconds"]
+        if warning := self.slow_data.warning(seconds, waited, workers=pending.loader_processes):
+            pending.line.say(f"shoal: {warning}")
         if report.note:
             pending.line.say(f"skipped: {report.note}")
         pending.line.show(record, pending.done)
