@@ -28,7 +28,7 @@ HOMES = {
 }
 CODE_HEADING = re.compile(r"^## ([A-Z]\d{3}): .+$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
-EXAMPLE = re.compile(r"`(examples/\w+\.html)`")
+EXAMPLE = re.compile(r"`(samples/\w+\.html)`")
 """A page that shoal has made for the site: the repository does not have it, so a page names it without a link."""
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 log = logging.getLogger("mkdocs.hooks.docs_site")
@@ -54,7 +54,7 @@ def example_report() -> str:
     return make_report([read_run(ROOT / "tools/example_run")])
 
 
-EXAMPLES = {"examples/plan.html": example_plan, "examples/report.html": example_report}
+EXAMPLES = {"samples/plan.html": example_plan, "samples/report.html": example_report}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -145,6 +145,13 @@ def test_the_stream_sends_new_rows_once(server: WatchServer) -> None:
     answer.close()
 
 
+def test_a_run_that_vanishes_while_it_is_read_is_said(server: WatchServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.pages.live.page.is_run", lambda path: True)
+    (server.path / "recipe.yaml").unlink()
+    answer = ask(server)
+    assert (answer.status, answer.read()[:37]) == (503, b"503: RUN must be the directory of a r")
+
+
 def test_a_taken_port_is_reported(server: WatchServer, tmp_path: Path) -> None:
     with rejects("R070", "another process uses it"):
         WatchServer(tmp_path, server.server_port)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import socketserver
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -77,7 +78,10 @@ class WatchServer(ThreadingHTTPServer):
         return made
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that left in the middle is nothing to print."""
+        """Print an error of our own in one line. A browser that left in the middle is none."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            print(f"shoal watch: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -100,11 +104,18 @@ class Handler(BaseHTTPRequestHandler):
         if not self.server.access.takes_cookie(self.headers.get("Cookie", "")):
             return self._reject("open the address that `shoal watch` has printed, with its token")
         if address.path == "/":
-            return self._answer(200, self.server.page(), {"Content-Type": "text/html; charset=utf-8"})
+            return self._page()
         if address.path == "/stream":
             after = self.headers.get("Last-Event-ID") or query.get("after", [""])[0]
             return self._stream(Cursor.parse(after))
         return self._answer(404, b"there is no such page\n")
+
+    def _page(self) -> None:
+        try:
+            made = self.server.page()
+        except ShoalError as error:  # the directory was removed or replaced at this moment
+            return self._answer(503, f"503: {error.problems[0].what}\n".encode(errors="replace"))
+        return self._answer(200, made, {"Content-Type": "text/html; charset=utf-8"})
 
     def _reject(self, why: str) -> None:
         self._answer(403, f"403: {why}\n".encode())
