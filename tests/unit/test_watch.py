@@ -29,6 +29,13 @@ from shoal.pages.live.watcher import Watcher
 from tests.rejects import rejects
 from tests.run_directories import EVIL, make_hostile_run, make_run, record, write_lines
 
+HEEDS_INTERRUPTS = """
+import signal, sys
+from shoal.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its jobs in the background ignore it
+sys.exit(main(sys.argv[1:]))
+"""
+
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[WatchServer]:
@@ -275,7 +282,7 @@ def test_a_host_reached_by_ssh_gets_the_line_to_type() -> None:
 
 def test_it_serves_until_interrupted(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", 30)
-    command = [sys.executable, "-m", "shoal", "watch", str(path), "--no-browser"]
+    command = [sys.executable, "-c", HEEDS_INTERRUPTS, "watch", str(path), "--no-browser"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
