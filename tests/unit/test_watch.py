@@ -182,13 +182,13 @@ def test_a_file_that_grows_is_read_by_whole_lines(tmp_path: Path) -> None:
     assert follower.new_records() == []
 
 
-@pytest.mark.parametrize("how", ["replaced", "shortened", "removed"])
+@pytest.mark.parametrize("how", ["replaced", "replaced by as many bytes", "shortened", "removed"])
 def test_a_file_that_is_not_the_same_is_noticed(tmp_path: Path, how: str) -> None:
     path = tmp_path / "metrics.jsonl"
     write_lines(path, [{"step": step} for step in range(9)])
     follower = Follower(path, Cursor.at_end(path))
-    if how == "replaced":
-        write_lines(tmp_path / "part", [{"step": step} for step in range(20)])
+    if how.startswith("replaced"):
+        write_lines(tmp_path / "part", [{"step": step} for step in range(20 if how == "replaced" else 9)])
         (tmp_path / "part").replace(path)
     elif how == "shortened":
         write_lines(path, [{"step": 1}])
@@ -225,6 +225,17 @@ def test_a_run_begins_steps_saves_and_ends(tmp_path: Path) -> None:
     clock[0] = 56
     assert [each.event for each in watcher.poll()] == ["again"]
     assert "the run has ended" in live_page(path)
+
+
+def test_a_curve_without_a_finite_value_has_no_points(tmp_path: Path) -> None:
+    """There is no chart for it, which the page would miss, and load itself again, forever."""
+    path = make_run(tmp_path / "run", 1)
+    write_lines(path / "metrics.jsonl", [record(step, loss="nan", lr=None) for step in (1, 2)])
+    (message,) = Watcher(path, Cursor(), lambda: 0.0).poll()
+    assert sorted(message.data["columns"]) == [
+        "grad_norm", "memory_gib", "step_seconds", "tokens", "tokens_per_s",
+    ]  # fmt: skip
+    assert message.data["now"][1][:2] == ["Loss", "–"]
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,10 @@
   function addRows(rows) {
     const page = window.shoalPage;
     const keys = Object.keys(rows.columns).filter((key) => key !== "tokens" && key !== "step_seconds");
-    if (!page || keys.some((key) => !page.found.charts.some((chart) => chart.key === key))) return reload();
+    if (keys.some((key) => !page || !page.found.charts.some((chart) => chart.key === key))) return reload();
+    if (!page) return;
     const run = page.found.runs[0], axis = run.axis;
-    for (const key of keys) extend(run.curves[key], rows.steps, rows.columns[key]);
+    for (const key of keys) extend((run.curves[key] = run.curves[key] || [[], []]), rows.steps, rows.columns[key]);
     if (rows.evaluations.length) {
       run.curves.eval_loss = run.curves.eval_loss || [[], []];
       extend(run.curves.eval_loss, rows.evaluations.map((pair) => pair[0]), rows.evaluations.map((pair) => pair[1]));

@@ -7,6 +7,7 @@ again     load the page again: the run began, ended, was resumed, or was replace
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -29,6 +30,8 @@ REFRESH_EVERY = 10.0
 """Seconds, at least, between two refreshes of the sections."""
 SHARE = 200
 """A refresh is at least this many times its own cost after the one before it: it costs half a hundredth of a core."""
+AXES = ("tokens", "step_seconds")
+"""Columns that place a step on the axes of tokens and of time."""
 KEEP = 200
 """Records for the present."""
 
@@ -95,8 +98,10 @@ class Watcher:
 def rows_of(records: list[Record]) -> dict[str, Any]:
     """The new points of the curves, in columns."""
     trained = [record for record in records if "eval_loss" not in record]
-    keys = [chart.key for chart in CHARTS if any(record.get(chart.key) is not None for record in trained)]
-    columns = {key: [number(record.get(key)) for record in trained] for key in (*keys, "tokens", "step_seconds")}
+    names = (*(chart.key for chart in CHARTS), *AXES)
+    columns = {key: [number(record.get(key)) for record in trained] for key in names}
+    # A curve without any finite value has no chart, for which the page would be loaded again and again.
+    columns = {key: values for key, values in columns.items() if key in AXES or any(map(math.isfinite, values))}
     evaluated = [[record["step"], number(record["eval_loss"])] for record in records if "eval_loss" in record]
     return {"steps": [record["step"] for record in trained], "columns": columns, "evaluations": evaluated}
 
