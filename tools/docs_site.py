@@ -28,14 +28,41 @@ HOMES = {
 }
 CODE_HEADING = re.compile(r"^## ([A-Z]\d{3}): .+$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
+EXAMPLE = re.compile(r"`(samples/\w+\.html)`")
+"""A page that shoal has made for the site: the repository does not have it, so a page names it without a link."""
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 log = logging.getLogger("mkdocs.hooks.docs_site")
+
+
+def example_plan() -> str:
+    """A page of `shoal plan`."""
+    from shoal.pages.plan.page import plan_page
+    from shoal.planner.answer import answer
+    from shoal.planner.request import PlanRequest
+    from shoal.planner.search import Candidate
+
+    seen: list[Candidate] = []
+    request = PlanRequest(model="llama3-70b", cluster="h100:8x8", seq_len=8192, global_batch=128, pp=4)
+    return plan_page(answer(request, seen), seen)
+
+
+def example_report() -> str:
+    """The page of the run that is recorded in tools/example_run."""
+    from shoal.pages.report import make_report
+    from shoal.pages.run.read_run import read_run
+
+    return make_report([read_run(ROOT / "tools/example_run")])
+
+
+EXAMPLES = {"samples/plan.html": example_plan, "samples/report.html": example_report}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add README and its neighbours, then every file that a page links to, and so on for pages that came so."""
     for path, uri in HOMES.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    for uri, make in EXAMPLES.items():
+        files.append(File.generated(config, uri, content=make()))
     todo = [file for file in files if file.is_documentation_page()]
     while todo:
         page = todo.pop()
@@ -60,8 +87,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         uri = address(target(page.file.src_uri, link[1]))
         return f"]({posixpath.relpath(uri, folder or '.')}{link[2] or ''})"
 
+    def example(name: re.Match[str]) -> str:
+        return f"[{name[1]}]({posixpath.relpath(name[1], folder or '.')})"
+
     code = FENCE.findall(markdown)
-    prose = [LINK.sub(moved, part) for part in FENCE.split(markdown)]
+    prose = [EXAMPLE.sub(example, LINK.sub(moved, part)) for part in FENCE.split(markdown)]
     return "".join(text for pair in zip(prose, [*code, ""], strict=True) for text in pair)
 
 

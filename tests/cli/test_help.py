@@ -60,11 +60,26 @@ def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_of_train_lists_every_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    assert main(["train", "--help"]) == 0
+    assert main(["train", "--help-all"]) == 0
     out = capsys.readouterr().out.replace("_", "-")
     listed = [key for key in known_keys() if not key.startswith("plan.")]  # which are words of --plan
     assert [key for key in listed if f"--{key.replace('_', '-')} " not in out] == []
     assert all(option in out for option in ("--json", "--quiet", "--dry-run", "--nproc", "--device"))
+
+
+@pytest.mark.parametrize("verb", ["train", "verify"])
+def test_help_of_a_recipe_fits_two_screens_and_names_every_key(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([verb, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 100
+    assert max(map(len, lines)) <= 80
+    words = {word.strip(",.") for line in lines for word in line.split()}
+    keys = [key.rpartition(".")[2] for key in known_keys() if key.count(".") == 1 and not key.startswith("plan.")]
+    assert [key for key in keys if key not in words] == []
+    assert {"--help-all", "--json", "--data.global_batch", "--plan"} <= words
 
 
 def test_help_of_schema(capsys: pytest.CaptureFixture[str]) -> None:

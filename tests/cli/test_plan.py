@@ -107,7 +107,7 @@ def test_people_see_plans_causes_and_reasons(capsys: pytest.CaptureFixture[str])
         "Amdahl",
     ):
         assert words in out
-    assert 'shoal train ... --plan "' in out
+    assert "shoal train --model.name llama --model.preset" in out
 
 
 NARROW = "--cluster h200:1 --seq-len 4096 --global-batch 2 --precision fp8 --param-dtype bf16 --state-dtype bf16"
@@ -117,8 +117,14 @@ NARROW = "--cluster h200:1 --seq-len 4096 --global-batch 2 --precision fp8 --par
 def test_the_command_trains_what_was_judged(capsys: pytest.CaptureFixture[str], how: str) -> None:
     words = ["llama3-8b", *NARROW.split(), *how.split()]
     _, out, _ = asked(capsys, *words)
-    command = out.splitlines()[-1]
-    recipe = parse(Train, shlex.split(command.removeprefix("shoal train ... ")), prog="shoal train")[1].complete()
+    host, torchrun, slurm = out.splitlines()[-5::2]
+    command, words_of = host, shlex.split(host)
+    recipe = parse(Train, words_of[2:], prog="shoal train")[1].complete()
+    assert (recipe.model.name, recipe.model.preset) == ("llama", "llama3-8b")
+    assert shlex.split(torchrun)[:6] == ["torchrun", "--standalone", "--nproc-per-node", "1", "-m", "shoal"]
+    assert slurm.startswith("srun --nodes 1 --ntasks-per-node 1 --gpus-per-node 1 shoal train ")
+    for each in (torchrun, slurm):  # the same settings; the launcher has the number of processes
+        assert each.endswith(f" shoal train {shlex.join(words_of[2:-2])}")
     assert (recipe.optim.param_dtype, recipe.optim.state_dtype, recipe.run.compile) == ("bf16", "bf16", not how)
     assert (recipe.data.seq_len, recipe.data.global_batch, recipe.launch.nproc) == (4096, 2, 1)
     _, out, _ = asked(capsys, *words, "--json")
@@ -130,9 +136,12 @@ def test_the_command_trains_what_was_judged(capsys: pytest.CaptureFixture[str], 
 def test_the_command_has_as_many_processes_as_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = asked(capsys, *CHEAP.split())
     told = json.loads(out)
-    assert f"--nproc {told['plans'][0]['devices']} " in told["command"]
-    _, out, _ = asked(capsys, "llama3-70b", "--cluster", "h100:8x8", "--json")  # which torchrun starts
-    assert "--nproc" not in json.loads(out)["command"]
+    assert told["command"].endswith(f"--nproc {told['plans'][0]['devices']}")
+    _, out, _ = asked(capsys, "gpt3-6.7b", "--cluster", "h100:8x8", "--json")
+    found = json.loads(out)["commands"]
+    assert list(found) == ["8 hosts, by ssh", "torchrun, on each host", "Slurm"]
+    assert found["8 hosts, by ssh"].startswith("shoal train RECIPE.yaml --plan ")
+    assert "--nnodes 8 --nproc-per-node 8 --rdzv-backend c10d" in found["torchrun, on each host"]
 
 
 def test_words_are_constraints(capsys: pytest.CaptureFixture[str]) -> None:

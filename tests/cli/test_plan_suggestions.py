@@ -13,7 +13,7 @@ import yaml
 
 from shoal.blueprint.plan import Plan
 from shoal.cli import main
-from shoal.planner.search import AS_FAST, LESS_MEMORY, LESS_TIME, search, tradeoffs
+from shoal.planner.search import AS_FAST, LESS_MEMORY, LESS_TIME, search, tradeoffs, why_not
 from shoal.planner.task import Task
 from shoal.predict.cluster_parser import larger, parse_cluster
 from shoal.predict.presets.models import find_model
@@ -47,12 +47,15 @@ def test_each_label_holds_for_the_numbers_below_it(model: str) -> None:
         for one in labelled.get(LESS_MEMORY, []):
             assert one.memory.total < first.memory.total
             assert one.time.total > first.time.total
+            assert why_not(first, one, by) == ""  # type: ignore[arg-type]
         for one in labelled.get(AS_FAST, []):
             assert one.memory.total < first.memory.total
             assert one.time.total <= first.time.total
+            assert why_not(first, one, by)  # type: ignore[arg-type]
         for one in labelled.get(LESS_TIME, []):
             assert one.memory.total > first.memory.total
             assert one.time.total < first.time.total
+            assert why_not(first, one, by)  # type: ignore[arg-type]
 
 
 def test_people_see_each_alternative_below_the_label_that_it_deserves(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +63,7 @@ def test_people_see_each_alternative_below_the_label_that_it_deserves(capsys: py
     _, out, _ = asked(capsys, *words)
     assert LESS_MEMORY in out
     assert LESS_TIME in out
+    assert "faster: predictions within 5 % are equal, and the first" in " ".join(out.split())
     chosen = _figures(out.split("plan ", 1)[1])[0]
     for label, is_smaller in ((LESS_MEMORY, True), (LESS_TIME, False)):
         below = _figures(out.split(f"{label}\n")[1])
@@ -81,6 +85,22 @@ def test_a_model_of_the_smallest_plan_is_not_compared_across_clusters(capsys: py
     _, out, _ = asked(capsys, "llama3-1b", "--cluster", "h100:8x4", "--seq-len", "2048", "--by", "money")
     assert LESS_MEMORY not in out
     assert LESS_TIME not in out
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("batch=32", "--global-batch 32"),
+        ("weights=bf16", "--param-dtype bf16"),
+        ("compile=1", "unless --eager is given"),
+    ],
+)
+def test_a_fix_names_options_of_plan(capsys: pytest.CaptureFixture[str], word: str, fix: str) -> None:
+    code, _, err = asked(capsys, "llama3-1b", "--cluster", "h200:1", "--plan", word)
+    assert code == 2
+    assert fix in err
+    assert "--data." not in err
+    assert "--optim." not in err
 
 
 # ---- as many plans as were asked for --------------------------------------------------------------------------------

@@ -250,6 +250,14 @@ def test_fast_dev_run_keeps_nothing(here: Here) -> None:
     assert list(Path().iterdir()) == []
 
 
+def test_a_plan_that_costs_more_than_it_must_is_said_before_the_first_step(here: Here) -> None:
+    costly = ["--plan", "recompute=full", "--data.seq_len", "256", "--model.hidden", "256", "--dry-run"]
+    (line,) = [line for line in here(*costly).err.splitlines() if "SH" in line]
+    assert line.startswith("shoal: SH09 full recompute with memory free: ")
+    assert re.search(r'fix: --plan "[^"]+", which saves \d+ % of the step', line)
+    assert "SH" not in here(*costly, "--quiet").err + here(*costly, "--plan", "mb=4").err
+
+
 def test_dry_run_shows_the_plan_and_touches_nothing(here: Here) -> None:
     ended = here("--dry-run", "--nproc", "2", "--plan", "mb=1")
     assert ended.code == 0

@@ -108,6 +108,22 @@ def test_events_of_a_failure_have_its_step_reason_and_code(tmp_path: Path) -> No
     }  # fmt: skip
 
 
+def test_a_torn_line_loses_nothing_else_and_the_last_record_of_a_step_counts(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 1)
+    lines = [json.dumps(record(step, loss=float(step))) for step in range(1, 2501)]
+    lines[1200] = lines[1200][:40]
+    lines += [json.dumps(record(7, loss=99, lr=None)), "", json.dumps({"step": 3000, "loss": 2**2000, "skipped": True})]
+    (path / "metrics.jsonl").write_text("\n".join(lines))
+    table = read_run(path).metrics
+    assert table.steps == [*range(1, 1201), *range(1202, 2501), 3000]
+    assert (table.column("loss")[6], table.column("loss")[7], table.column("loss")[1200]) == (99.0, 8.0, 1202.0)
+    assert math.isnan(table.column("lr")[6])
+    assert math.isnan(table.column("loss")[-1])
+    assert math.isnan(table.column("lr")[-1])
+    assert table.skipped == [3000]
+    assert "mfu" not in table.columns
+
+
 def test_the_parts_of_the_time_add_to_one(tmp_path: Path) -> None:
     parts = whole_run(read_run(make_run(tmp_path / "run", 100)).metrics)
     assert parts is not None

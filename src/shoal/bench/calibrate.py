@@ -110,15 +110,22 @@ FEW = 16
 
 
 def calibrate(
-    *, nproc: int | None = None, device: str = "auto", seconds: float = 60.0, quiet: bool = False
+    *,
+    nproc: int | None = None,
+    device: str = "auto",
+    seconds: float = 60.0,
+    quiet: bool = False,
+    began: float | None = None,
 ) -> Readings:
-    """Measure this machine on all of its GPUs at once, or on its CPU. `seconds`: about how long.
+    """Measure this machine on all of its GPUs at once, or on its CPU. `seconds`: about how long, from `began` on, a
+    monotonic time; None: from now on.
 
     `nproc` None: a rank for each GPU; on the CPU two, since a message needs two ranks.
     """
     num_cuda = 0 if device == "cpu" else torch.cuda.device_count()
     num_ranks = nproc or num_cuda or 2
-    arguments = (device, seconds, quiet, time.monotonic())  # a clock that all processes of a machine share
+    began = time.monotonic() if began is None else began  # a clock that all processes of a machine share
+    arguments = (device, seconds, quiet, began)
     if num_ranks > 1:
         return launch(measure, arguments, nproc=num_ranks)[0]
     try:

@@ -24,6 +24,7 @@ VERBS = {
     "bench": "measure scaling, settings and memory of a recipe, collectives, or gradient compression",
     "backtest": "compare the planner's predictions with tables of measured runs",
     "report": "write one HTML page of a run, or of several side by side: verdict, curves, time, layout",
+    "watch": "show a run while it trains, live in a browser or in the terminal",
     "ls": "list the runs below a folder with state, step, loss and speed",
     "checkpoint": "list, verify and compare checkpoints; export them to other formats and import from them",
     "generate": "print how a trained language model continues a prompt",
@@ -35,6 +36,7 @@ VERBS = {
 
 MODULES = {
     "report": "runs.report",
+    "watch": "runs.watch",
     "ls": "runs.ls",
     "explain": "lookup.explain",
     "schema": "lookup.schema",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ class Calibrate:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, write the file and print the results."""
+    """Measure, write the file and print the results. The time counts from here: to import torch takes seconds."""
+    began = time.monotonic()
     options = parse_options(Calibrate, arguments, prog="shoal calibrate")
     raise_if(_problems(options))
     path = _writable(options.out)
@@ -63,7 +65,9 @@ def main(arguments: Sequence[str]) -> int:
 
         if not sys.stderr.isatty() and not options.json:
             print(f"measuring this machine for about {options.seconds:.0f} s", file=sys.stderr)
-        found = calibrate(nproc=options.nproc, device=options.device, seconds=options.seconds, quiet=options.json)
+        found = calibrate(
+            nproc=options.nproc, device=options.device, seconds=options.seconds, quiet=options.json, began=began
+        )
         cluster = cluster_of(found)
     path.write_text(file_text(found, cluster))
     if options.json:

@@ -33,8 +33,13 @@ def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[
 
     Problems of the command line are in the reading. `RecipeReading.complete` raises them with those of the recipe.
     """
-    if "--help" in arguments or "-h" in arguments:
+    if "--help-all" in arguments:
         _print_help(kind, prog)
+    if "--help" in arguments or "-h" in arguments:
+        from shoal.cli.reports.short_help import short_help
+
+        print(short_help(kind, prog), end="")
+        raise SystemExit(0)
     own, overrides, problems = _sort(list(arguments), own={each.name: each.type for each in fields(kind)})  # type: ignore[arg-type]
     checked = check_words(kind, own, prog=prog)
     problems += checked.problems
@@ -124,7 +129,7 @@ def _not_an_option(word: str) -> Problem:
 
 
 def _print_help(kind: type[Any], prog: str) -> None:
-    """Print the verb's options and every key of a recipe, with defaults; ends the process, as --help does."""
+    """Print the verb's options and every key of a recipe, with defaults; ends the process."""
     settings = Annotated[Recipe, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]  # a boolean takes a value there
     shown_keys = Recipe(model=ModelSection(lora=LoraSection()))  # else the keys of LoRA would not be listed
     both = make_dataclass(

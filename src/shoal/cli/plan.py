@@ -6,13 +6,17 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from shoal.cli.options import parse_options
 from shoal.cli.reports.console import WIDTH, show
 from shoal.planner.request import PlanRequest
+
+if TYPE_CHECKING:
+    from shoal.planner.search import Candidate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,9 @@ class Options(PlanRequest):
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
 
+    html: Path | None = None
+    """Write a page as well: memory against time of all plans that fit, the first one's layout, and the reasons."""
+
 
 def main(arguments: Sequence[str]) -> int:
     """Print the plans; return 0 if one fits, else 1."""
@@ -37,7 +44,13 @@ def main(arguments: Sequence[str]) -> int:
     from shoal.cli.reports.plan import render
     from shoal.planner.answer import answer, to_mapping
 
-    found = answer(options)
+    seen: list[Candidate] | None = None if options.html is None else []
+    found = answer(options, seen)
+    if options.html is not None:
+        from shoal.pages.plan.page import plan_page
+        from shoal.pages.report import write_page
+
+        write_page(options.html, plan_page(found, seen or ()), "--html")
     if options.json:
         print(json.dumps(to_mapping(found), allow_nan=False))
     else:

@@ -128,6 +128,8 @@ def _train(options: Train, reading: RecipeReading, start_time: float, out: TextI
     from shoal.train.recipe.dry_run import dry_run
 
     world_size = job.recipe.plan.layout.world_size
+    if is_main and not (options.quiet or options.json):
+        _print_lints(job.recipe, _num_ranks(job.recipe, placement)[1])
     if options.dry_run:
         from shoal.cli.reports.dry_run import show_dry_run
         from shoal.train.recipe.predict_step import predict_step  # the planner, which few runs need
@@ -362,6 +364,15 @@ def _print_choice(chosen: Prediction) -> None:
     print(words, file=sys.stderr)
     if not is_measured_here():
         print("no calibration found; using defaults. Run `shoal calibrate`", file=sys.stderr)
+
+
+def _print_lints(recipe: Recipe, per_node: int) -> None:
+    """Print the rules that the plan breaks, and that are predicted to cost more than 5 % of a step."""
+    from shoal.cli.reports.train_lints import costly_lints, in_one_line
+
+    with suppress(Exception):  # advice: nothing in it may keep a run from starting
+        for one in costly_lints(recipe, per_node):
+            print(f"shoal: {in_one_line(one)}", file=sys.stderr)
 
 
 def _append_measurement(job: Job, summary: dict[str, Any]) -> None:

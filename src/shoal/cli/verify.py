@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import tyro
 
@@ -19,6 +19,9 @@ from shoal.comm.rendezvous.environment import read_environment
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError
 from shoal.verification.options import RecipeSettings, check_options, check_verified_recipe, claimed_ranks
+
+if TYPE_CHECKING:
+    from shoal.verification.report import VerifyResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,9 @@ class Verify:
 
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
+
+    html: Path | None = None
+    """Write a page as well: the difference of every tensor, communication, memory, and the layout."""
 
     matrix: bool = False
     """Verify every valid layout of --nproc ranks instead of the recipe's plan."""
@@ -74,6 +80,8 @@ def _check_launcher_and_plan(options: Verify, arguments: Sequence[str]) -> Itera
         )
     if options.matrix and any(word.startswith("--plan") for word in arguments):
         yield Problem("R044", "--matrix verifies every valid plan and takes no --plan", "shoal verify --matrix")
+    if options.matrix and options.html is not None:
+        yield Problem("R072", "--html shows one plan, and --matrix verifies every valid one", "shoal verify --matrix")
 
 
 def _check(options: Verify, recipe: Recipe) -> list[Problem]:
@@ -90,11 +98,24 @@ def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
 
     case = case_of(recipe, _num_ranks(recipe), _settings(options))
     result = verify_case(case)
+    if options.html is not None:
+        _write_page(options.html, result)
     if options.json:
         print(json.dumps(to_mapping(result)), file=out)
     else:
         show(lambda console: render(console, result), out)
     return 0 if result.equal else 1
+
+
+def _write_page(path: Path, result: VerifyResult) -> None:
+    from shoal.pages.report import write_page
+    from shoal.pages.verify.page import TensorError, verify_page
+    from shoal.verification.report import to_mapping
+
+    found = result.verdict
+    names = dict.fromkeys((*found.gradients, *found.weights))
+    tensors = [TensorError(name, found.gradients.get(name, 0.0), found.weights.get(name, 0.0)) for name in names]
+    write_page(path, verify_page(to_mapping(result), tensors), "--html")
 
 
 def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:

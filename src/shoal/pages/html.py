@@ -65,25 +65,36 @@ def details(title: str, body: str) -> str:
     return f"<details><summary>{text(title)}</summary>{body}</details>"
 
 
-def page(title: str, body: str, payload: Any = None) -> str:
-    """The whole page, in one file. `payload` None: it has no script."""
-    scripts = [] if payload is None else [_asset("uPlot.iife.min.js"), _asset("page.js")]
-    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts) or "'none'"
-    policy = (
-        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none';"
+CHARTS = ("uPlot.iife.min.js", "page.js")
+"""Scripts that draw curves."""
+
+
+def policy(scripts: Sequence[str], *, is_live: bool = False) -> str:
+    """The content security policy of a page with these scripts. A live page may ask its own server."""
+    hashes = " ".join(f"'sha256-{_digest(_asset(name))}'" for name in scripts) or "'none'"
+    own = " connect-src 'self';" if is_live else ""
+    return (
+        f"default-src 'none'; script-src {hashes};{own} style-src 'unsafe-inline'; img-src data:; base-uri 'none';"
         " form-action 'none'"
     )
+
+
+def page(
+    title: str, body: str, payload: Any = None, *, scripts: Sequence[str] = CHARTS, is_live: bool = False
+) -> str:
+    """The whole page, in one file. `scripts`: files of `assets`. A page without a payload has none."""
+    scripts = () if payload is None else scripts
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy(scripts, is_live=is_live)}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">',
             f'<title>{text(title)}</title><link rel="icon" href="data:,">',
             f"<style>{_asset('uPlot.min.css')}\n{_asset('page.css')}</style></head>",
             f"<body><main>{body}</main>",
             *([f'<script type="application/json" id="data">{data(payload)}</script>'] if scripts else []),
-            *(f"<script>{script}</script>" for script in scripts),
+            *(f"<script>{_asset(name)}</script>" for name in scripts),
             "</body></html>",
             "",
         ]

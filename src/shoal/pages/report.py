@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.files import open_regular
@@ -31,14 +32,23 @@ NOTE = (
 
 def make_report(runs: Sequence[RunRecord]) -> str:
     """The page."""
+    body, found = report_body(runs)
+    return page(f"{title_of(runs)} – shoal report", top.header(runs) + body, found)
+
+
+def title_of(runs: Sequence[RunRecord]) -> str:
+    """The names of the runs."""
+    return " · ".join(run.name[:80] for run in runs)
+
+
+def report_body(runs: Sequence[RunRecord]) -> tuple[str, dict[str, Any]]:
+    """The page without its header, and the data of its charts."""
     found = curves.payload(runs)
     for each, run in zip(found["runs"], runs, strict=True):
         each["marks"] = marks.drawn(run)
     drawn = curves.charts(runs, found)
     drawn = section("Curves", BUTTONS + drawn, name="curves", note=NOTE) if drawn else ""
-    body = _one(runs[0], drawn) if len(runs) == 1 else _several(runs, drawn)
-    title = " · ".join(run.name[:80] for run in runs)
-    return page(f"{title} – shoal report", top.header(runs) + body, found)
+    return (_one(runs[0], drawn) if len(runs) == 1 else _several(runs, drawn)), found
 
 
 def _one(run: RunRecord, drawn: str) -> str:
@@ -59,8 +69,9 @@ def _several(runs: Sequence[RunRecord], drawn: str) -> str:
     return "".join(parts)
 
 
-def write_page(path: Path, content: str) -> None:
-    """Write the page at once: a reader sees the old one or the new one. A link in its place is replaced."""
+def write_page(path: Path, content: str, option: str = "-o") -> None:
+    """Write the page at once: a reader sees the old one or the new one. A link in its place is replaced. `option`: of
+    the command, which names another file."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -71,4 +82,4 @@ def write_page(path: Path, content: str) -> None:
         with suppress(OSError):
             part.unlink(missing_ok=True)
         what = f"the page {str(path)!r} cannot be written: {error.strerror}"
-        raise ShoalError(what, fix="-o ELSEWHERE.html", code="R061") from None
+        raise ShoalError(what, fix=f"{option} ELSEWHERE.html", code="R061") from None

@@ -10,12 +10,13 @@ from shoal.blueprint.plan import Plan
 from shoal.config.parse_units import count_of
 from shoal.errors import Problem, ShoalError, nearest, raise_if
 from shoal.planner.alternatives import Rejected, alternatives
+from shoal.planner.commands import commands, remark
 from shoal.planner.explain import Laws, Move, RuleOfThumb, Scale, laws, moves, rules_of_thumb, scaling
 from shoal.planner.faults import Faults, predict_faults, read_times
 from shoal.planner.flag_suggestions import Suggestion, suggestions
 from shoal.planner.lint.lint import Lint, lint
 from shoal.planner.request import PlanRequest
-from shoal.planner.search import SearchResult, search, tradeoffs
+from shoal.planner.search import By, Candidate, SearchResult, search, tradeoffs, why_not
 from shoal.planner.suggestions import AS_OPTIONS, reject_contradictions
 from shoal.planner.task import Task
 from shoal.predict.cluster import GIB
@@ -96,7 +97,7 @@ class Answer:
     task: Task
     search: SearchResult
     best: list[Choice]
-    by: str = "time"
+    by: By = "time"
     top: int = 5
     """The number of plans requested."""
     assumed: dict[str, str] = field(default_factory=dict)
@@ -113,8 +114,10 @@ class Answer:
     tokens: float | None = None
     faults: Faults | None = None
     """The part of its time that a run of the first plan trains."""
-    command: str | None = None
-    """The command that trains by the first plan, with the settings of its prediction."""
+    commands: dict[str, str] = field(default_factory=dict)
+    """Launcher → the command that trains by the first plan, with the settings of its prediction."""
+    remark: str = ""
+    """The names in the commands that a reader fills in."""
 
 
 def plan(model: str | None = None, **request: Any) -> Answer:
@@ -144,12 +147,12 @@ def plan(model: str | None = None, **request: Any) -> Answer:
     return answer(PlanRequest(model=model, **request))
 
 
-def answer(request: PlanRequest) -> Answer:
-    """Search for plans, and explain the first."""
+def answer(request: PlanRequest, seen: list[Candidate] | None = None) -> Answer:
+    """Search for plans, and explain the first. `seen` receives every plan that fits."""
     read_times(request)
     task, required = request.task(), request.required()
     reject_contradictions(task, Plan.of(required), AS_OPTIONS)
-    found = search(task, required, keep=request.top, by=request.by)
+    found = search(task, required, keep=request.top, by=request.by, seen=seen)
     choices = [Choice(task, prediction) for prediction in found.best]
     if request.by == "money":
         choices = _cheapest(task, required, request.top)
@@ -161,7 +164,8 @@ def answer(request: PlanRequest) -> Answer:
         result.suggestions = suggestions(request, task, dict(required), is_rejected=bool(result.rejection_reasons))
         return result
     first = choices[0]
-    result.command = _command(first, request)
+    result.commands = commands(first.task, first.prediction.plan, request)
+    result.remark = remark(first.task, request)
     result.rejected = alternatives(first.task, first.prediction)
     result.lints = lint(
         first.task, first.prediction.plan, learning_rate=request.learning_rate, base_batch=request.base_batch
@@ -174,18 +178,6 @@ def answer(request: PlanRequest) -> Answer:
         result.laws = laws(first.task, first.prediction)
         result.scaling = scaling(first.task, first.prediction.plan)
     return result
-
-
-def _command(choice: Choice, request: PlanRequest) -> str:
-    """Return `shoal train` with every setting of the prediction that is not a default; a recipe names the model."""
-    task = choice.task
-    words = ["shoal train ...", f'--plan "{choice.prediction.plan.brief()}"']
-    words += [f"--nproc {choice.devices}"] if task.cluster.nodes == 1 else []  # several are started by torchrun
-    words += [f"--data.seq_len {task.sequence}"] if task.workload.is_transformer else []
-    words += [f"--data.global_batch {task.global_batch}"]
-    words += [f"--optim.{key} bf16" for key in ("param_dtype", "state_dtype") if getattr(request, key) == "bf16"]
-    words += ["--run.compile true"] if task.compiles else []
-    return " ".join(words)
 
 
 def _cheapest(task: Task, required: Mapping[str, Any], keep: int) -> list[Choice]:
@@ -217,7 +209,8 @@ def to_mapping(result: Answer) -> dict[str, Any]:
         "num_too_large": result.search.num_too_large,
         "plans": [choice.to_mapping() for choice in result.best],
         "why_fewer": why_fewer(result),
-        "command": result.command,
+        "command": next(iter(result.commands.values()), None),
+        "commands": result.commands,
         "frontier": [Choice(task, prediction).to_mapping() for prediction in result.search.frontier],
         "rejected": [one.to_mapping() for one in result.rejected],
         "lint": [one.to_mapping() for one in result.lints],
@@ -273,6 +266,17 @@ def tradeoffs_of(result: Answer) -> dict[str, list[Prediction]]:
         return {}
     found = tradeoffs(first.prediction, result.search.frontier)
     return {label: plans[:SHOWN_FRONTIER] for label, plans in found.items()}
+
+
+def tradeoff_rows(result: Answer, plans: list[Prediction]) -> tuple[list[str], list[tuple[Prediction, list[str]]]]:
+    """The columns of one group, and each plan with the last cells of its row: why a plan that is no slower than the
+    chosen one was not chosen. A group of slower plans has no such column."""
+    best = result.best[0].prediction
+    reasons = [why_not(best, one, result.by) for one in plans]
+    column = ["why it was not chosen"] if any(reasons) else []
+    return ["plan", "GiB", "step", *column], [
+        (one, [reason] if column else []) for one, reason in zip(plans, reasons, strict=True)
+    ]
 
 
 def why_fewer(result: Answer) -> str:

@@ -28,6 +28,15 @@ BATCH_SAMPLES = 256
 """Default samples per device, for a model that does not take tokens; an assumption, as above."""
 LONGEST = 8192
 """The longest default sequence, for a model that would take a longer one; an assumption, as above."""
+OPTIONS = {
+    "--data.global_batch": "--global-batch",
+    "--data.seq_len": "--seq-len",
+    "--optim.param_dtype": "--param-dtype",
+    "--optim.state_dtype": "--state-dtype",
+    "--run.compile true": "leave it out: plans are compiled unless --eager is given",
+    "--launch.nproc 2": "--cluster h200:2",
+}
+"""Settings of a recipe → the options of `shoal plan` for them."""
 DIMENSIONS = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocabulary", "experts", "top_k", "expert_ffn")
 WORDS = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "mb", "recompute", "schedule", "v", "offload")
 
@@ -247,7 +256,7 @@ def read_required(request: PlanRequest) -> tuple[dict[str, Any], list[Problem]]:
     own = {name: getattr(request, name) for name in (*WORDS, "precision")}
     given = {name: value for name, value in own.items() if value is not None}
     found, read = Findings(), read_words(request.plan)
-    found += read.problems
+    found += [replace(problem, fix=as_options(problem.fix)) for problem in read.problems]
     for name, value in given.items():
         if read.values.get(name, value) != value:
             what = f"{name} is given twice: {read.values[name]} in --plan, and --{name} {value}"
@@ -260,6 +269,17 @@ def read_required(request: PlanRequest) -> tuple[dict[str, Any], list[Problem]]:
         required.setdefault("precision", _usual_precision(request.cluster))
     found += _check_words(Plan.of(required), request)
     return required, found.problems
+
+
+def as_options(fix: str) -> str:
+    """A fix in settings of a recipe, in options of `shoal plan`.
+
+    >>> as_options("--data.global_batch 32"), as_options("--run.loss fused"), as_options("tp=2")
+    ('--global-batch 32', 'leave it out: the prediction has no --run.loss fused', 'tp=2')
+    """
+    for setting, option in OPTIONS.items():
+        fix = fix.replace(setting, option)
+    return f"leave it out: the prediction has no {fix}" if fix.startswith(("--run.", "--launch.")) else fix
 
 
 def _check_words(plan: Plan, request: PlanRequest) -> Iterator[Problem]:

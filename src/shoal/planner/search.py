@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shoal.blueprint.plan import Plan, Recompute
 from shoal.blueprint.schedules.generate import check_schedule
@@ -59,10 +59,25 @@ class SearchResult:
     """Layouts that fit, and that one of the best dominates."""
 
 
-def search(task: Task, required: Required = None, *, keep: int = 5, by: By = "time") -> SearchResult:
+class Candidate(NamedTuple):
+    """A plan that fits the memory, with its predicted memory and time. Not each of them was checked to run."""
+
+    plan: Plan
+    bytes: float
+    seconds: float
+
+
+def search(
+    task: Task,
+    required: Required = None,
+    *,
+    keep: int = 5,
+    by: By = "time",
+    seen: list[Candidate] | None = None,
+) -> SearchResult:
     """Return the best plans of a task. Every plan has the words of `required`: keys and values, or a plan, of which the
-    words that are not defaults count."""
-    searching = _Search(task, required, keep, by)
+    words that are not defaults count. `seen` receives every plan that fits."""
+    searching = _Search(task, required, keep, by, seen)
     for layout in layouts(task, searching.required):
         searching.look_at(layout)
     found = searching.found
@@ -76,7 +91,8 @@ def search(task: Task, required: Required = None, *, keep: int = 5, by: By = "ti
 class _Search:
     """The state of one search."""
 
-    def __init__(self, task: Task, required: Required, keep: int, by: By) -> None:
+    def __init__(self, task: Task, required: Required, keep: int, by: By, seen: list[Candidate] | None = None) -> None:
+        self.seen = seen
         self.given = set(required.to_mapping() if isinstance(required, Plan) else required or {})
         self.required = Plan.of(required) if required is not None else Plan(precision="bf16")
         self.task, self.keep, self.by = task, keep, by
@@ -174,6 +190,8 @@ class _Search:
 
     def _enter(self, prediction: Prediction) -> None:
         """Keep a prediction if it is among the best, or on the frontier."""
+        if self.seen is not None:
+            self.seen.append(Candidate(prediction.plan, prediction.memory.total, prediction.time.total))
         corner = (round(prediction.memory.total / 2**30), prediction.plan.recompute)
         held = self.fitting.get(corner)
         is_corner = held is None or prediction.time.total < held.time.total
@@ -260,6 +278,21 @@ def tradeoffs(best: Prediction, frontier: Iterable[Prediction]) -> dict[str, lis
         elif one.time.total < best.time.total and one.memory.total > best.memory.total:
             found[LESS_TIME].append(one)
     return {label: plans for label, plans in found.items() if plans}
+
+
+def why_not(best: Prediction, other: Prediction, by: By = "time") -> str:
+    """Why a plan that is faster than the chosen one, or as fast and smaller, was not chosen; empty: it is slower."""
+    faster = 1 - other.time.total / best.time.total
+    if faster < 0:
+        return ""
+    if by == "memory":
+        return "--by memory chooses the smallest"
+    near = f"{faster:.1%} faster: predictions within 5 % are equal" if faster >= 0.0005 else "no faster"
+    if complexity(best.plan) < complexity(other.plan):
+        return f"{near}, and the first is simpler"
+    if best.memory.total < other.memory.total:
+        return f"{near}, and the first needs less memory"
+    return f"{near}, and the first has fewer microbatches" if (best.plan.mb or 0) > (other.plan.mb or 0) else near
 
 
 def _frontier(predictions: Iterable[Prediction]) -> list[Prediction]:

@@ -113,6 +113,10 @@ class Comparison:
 
     worst: Worst
     steps: tuple[StepGap, ...] = field(default=())
+    gradients: Mapping[str, float] = field(default_factory=dict)
+    """Tensor → the largest difference of its gradient over all steps."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Tensor → the largest difference of its values over all steps."""
 
     @property
     def equal(self) -> bool:
@@ -128,15 +132,25 @@ def compare(reference: Sequence[Observation], candidate: Sequence[Observation], 
     """
     found: list[Difference] = []
     steps: list[StepGap] = []
+    of_gradients: dict[str, float] = {}
+    of_weights: dict[str, float] = {}
     for step, (expected, got) in enumerate(zip(reference, candidate, strict=False)):
         gradients, weights = gaps(expected.gradients, got.gradients), gaps(expected.weights, got.weights)
         steps.append(_summary(expected, got, gradients, weights))
+        _raise_to(of_gradients, gradients)
+        _raise_to(of_weights, weights)
         every = _in_order(step, steps[-1], gradients, weights, got.disagreements)
         found += [difference for difference in every if not difference.difference <= tolerance]
     if not steps or len(reference) != len(candidate):
         note = f"the reference made {len(reference)} steps and the candidate {len(candidate)}"
         found.append(Difference(len(steps), "loss", None, math.inf, note))
-    return Comparison(tolerance, found[0] if found else None, _worst(steps), tuple(steps))
+    return Comparison(tolerance, found[0] if found else None, _worst(steps), tuple(steps), of_gradients, of_weights)
+
+
+def _raise_to(largest: dict[str, float], gaps: Mapping[str, Gap]) -> None:
+    """Raise the largest difference of each tensor to that of a step."""
+    for name, gap in gaps.items():
+        largest[name] = max(largest.get(name, 0.0), gap.difference)
 
 
 def gaps(reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> dict[str, Gap]:

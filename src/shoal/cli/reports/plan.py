@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from shoal.planner.answer import MEMORY, Answer, Choice, costs_of_run, tradeoffs_of, why_fewer
+from shoal.planner.answer import MEMORY, Answer, Choice, costs_of_run, tradeoff_rows, tradeoffs_of, why_fewer
 from shoal.planner.faults import Faults
 from shoal.predict.cluster import GIB
 from shoal.predict.predict import Prediction
@@ -43,8 +43,11 @@ def render(console: Console, answer: Answer) -> None:
         highlight=False,
     )
     for label, plans in tradeoffs_of(answer).items():
-        rows = [[one.plan.brief(), f"{one.memory.total / GIB:.1f}", seconds(one.time.total)] for one in plans]
-        _table(console, label, ["plan", "GiB", "step"], rows)
+        columns, others = tradeoff_rows(answer, plans)
+        rows = [
+            [one.plan.brief(), f"{one.memory.total / GIB:.1f}", seconds(one.time.total), *why] for one, why in others
+        ]
+        _table(console, label, columns, rows)
     rows = [[one.move, one.reason] for one in answer.rejected]
     _table(console, "alternatives", ["change", "effect"], rows)
     for rule in answer.rules_of_thumb:
@@ -64,7 +67,10 @@ def render(console: Console, answer: Answer) -> None:
         console.print(
             f"\n{answer.tokens:.3g} tokens: {days:,.1f} days, {hours:,.0f} device-hours{cost}", highlight=False
         )
-    console.print(f"\n{answer.command}", highlight=False, soft_wrap=True)  # in one line, to be copied
+    console.print(f"\n[dim]{answer.remark}[/dim]" if answer.remark else "", highlight=False)
+    for name, command in answer.commands.items():  # each in one line, to be copied
+        console.print(f"[dim]# {name}[/dim]", highlight=False)
+        console.print(command, highlight=False, markup=False, soft_wrap=True)
 
 
 def in_words(number: float) -> str:

@@ -146,6 +146,22 @@
     state.range = null;
   }
 
+  // `shoal watch` adds points to the data of the open page (live.js); zoom and cursor stay.
+  function redraw() {
+    isSyncing = true;
+    const isSame = drawn.every((plot) => {
+      const { series, data } = seriesOf(plot.root.parentElement.dataset.key);
+      if (series.length !== plot.series.length - 1) return false;
+      plot.setData(data, false);
+      return true;
+    });
+    if (!isSame) draw();
+    else if (state.range) for (const plot of drawn) plot.setScale("x", { min: state.range[0], max: state.range[1] });
+    else showAll();
+    isSyncing = false;
+  }
+  window.shoalPage = { found, redraw };
+
   function press(buttons, on) {
     for (const button of buttons) button.setAttribute("aria-pressed", String(on(button)));
   }

@@ -11,15 +11,13 @@ from pathlib import Path
 
 from shoal.errors import ShoalError
 from shoal.pages.run.metrics_table import make_table, number
-from shoal.pages.run.own_files import LONGEST_LINE, is_record, open_own, parse, read_object
+from shoal.pages.run.own_files import read_object, tail_records
 from shoal.pages.run.read_run import is_run
 from shoal.pages.run.state import State, last_write, state_of
 
 DEEPEST = 4
 """Folders below the given one in which runs are looked for."""
 MOST_FOLDERS = 20_000
-TAIL = 2**16
-"""Bytes of metrics that are read from the end."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def _folders(folder: Path) -> Iterator[Path]:
 
 def _line(path: Path) -> RunLine:
     summary, environment = read_object(path / "summary.json"), read_object(path / "environment.json")
-    table = make_table(record for line in _tail(path / "metrics.jsonl") if is_record(record := parse(line)))
+    table = make_table(tail_records(path / "metrics.jsonl"))
     steps = number(summary.get("steps"))
     made = table.steps[-1] if table.steps else 0
     loss, speed = number(summary.get("loss_last")), number(summary.get("tokens_per_s"))
@@ -76,13 +74,3 @@ def _line(path: Path) -> RunLine:
         age_seconds=max(0.0, time.time() - last_write(path)),
         host=str(environment.get("host") or "")[:80],
     )
-
-
-def _tail(path: Path) -> list[bytes]:
-    """The last lines of a file; the first of them may be torn."""
-    try:
-        with open_own(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-            return [line for line in file.read(TAIL).split(b"\n") if len(line) <= LONGEST_LINE]
-    except OSError:
-        return []

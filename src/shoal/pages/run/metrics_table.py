@@ -6,6 +6,9 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from operator import itemgetter, lt
+from types import NoneType
 from typing import Any
 
 COLUMNS = (
@@ -14,6 +17,8 @@ COLUMNS = (
     *("expert_load_max", "expert_dropped_fraction", "auxiliary_loss", "loss_scale"),
 )
 """Keys that are read; docs/metrics.md says what they are."""
+TOGETHER = 4_000
+"""Records that are held at once."""
 MOST_STEPS = 2_000_000
 """Rows that are kept."""
 
@@ -52,29 +57,51 @@ class MetricsTable:
 
 def make_table(records: Iterable[Mapping[str, Any]]) -> MetricsTable:
     """The columns of records. Of several records of one step, the last counts."""
-    rows: dict[int, Mapping[str, Any]] = {}
+    table, known = MetricsTable(columns={name: array("d") for name in COLUMNS}), set[str]()
     evaluations: dict[int, float] = {}
-    for record in records:
-        step = record["step"]
-        if "eval_loss" in record:
-            evaluations[step] = number(record["eval_loss"])
-        elif len(rows) < MOST_STEPS:
-            rows[step] = record
-    table = MetricsTable(sorted(rows), evaluations=sorted(evaluations.items()))
-    ordered = [rows[step] for step in table.steps]
-    for name in COLUMNS:
-        values = [row.get(name) for row in ordered]
-        if any(value is not None for value in values):
-            table.columns[name] = _column(values)
-    table.skipped = [row["step"] for row in ordered if row.get("skipped") is True]
+    ahead = iter(records)
+    while chunk := list(islice(ahead, TOGETHER)):
+        evaluations |= {row["step"]: number(row["eval_loss"]) for row in chunk if "eval_loss" in row}
+        rows = [row for row in chunk if "eval_loss" not in row][: MOST_STEPS - len(table.steps)]
+        table.steps += [row["step"] for row in rows]
+        table.skipped += [row["step"] for row in rows if row.get("skipped") is True]
+        for name in COLUMNS:
+            values = _values(rows, name)
+            if set(map(type, values)) - {NoneType}:
+                known.add(name)
+                table.columns[name].extend(_column(values))
+            else:
+                table.columns[name].extend(array("d", [math.nan]) * len(values))
+    table.columns = {name: values for name, values in table.columns.items() if name in known}
+    table.evaluations = sorted(evaluations.items())
+    _sort(table)
     return table
 
 
+def _sort(table: MetricsTable) -> None:
+    """Bring rows into the order of their steps, each step once; those of a sound run are."""
+    if all(map(lt, table.steps, table.steps[1:])):
+        return
+    last = sorted({step: row for row, step in enumerate(table.steps)}.items())
+    table.steps = [step for step, _ in last]
+    table.columns = {name: array("d", [values[row] for _, row in last]) for name, values in table.columns.items()}
+    table.skipped = sorted(set(table.skipped))
+
+
+def _values(rows: list[Mapping[str, Any]], name: str) -> list[Any]:
+    """The values of a key; the usual key is in every row, which is fast."""
+    try:
+        return list(map(itemgetter(name), rows))
+    except KeyError:
+        return [row.get(name) for row in rows]
+
+
 def _column(values: list[Any]) -> array[float]:
-    """The numbers of a column; the usual one has floats alone, which is fast."""
-    if all(type(value) is float for value in values):
-        return array("d", values)
-    return array("d", map(number, values))
+    """The numbers of a column; the usual one has plain numbers alone, which is fast."""
+    try:
+        return array("d", values if set(map(type, values)) <= {float, int} else map(number, values))
+    except OverflowError:  # a whole number that no float can hold
+        return array("d", map(number, values))
 
 
 def number(value: Any) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +18,10 @@ MOST_WHOLE = 2**28
 """Bytes up to which a file of lines is read whole; of a longer one, lines are sampled."""
 LONGEST_LINE = 2**14
 """Bytes; a longer line is left out."""
+TOGETHER = 1_000
+"""Lines that are parsed at once."""
+TAIL = 2**16
+"""Bytes that are read from the end of a file whose last records alone matter."""
 
 Record = dict[str, Any]
 
@@ -46,10 +51,9 @@ def read_records(path: Path, most: int = MOST_WHOLE) -> Iterator[Record]:
     try:
         with open_own(path) as file:
             size = os.fstat(file.fileno()).st_size
-            lines = file if size <= most else sampled_lines(file, size, most // 2**12)
-            for line in lines:
-                if len(line) <= LONGEST_LINE and is_record(record := parse(line)):
-                    yield record
+            lines = iter(file) if size <= most else sampled_lines(file, size, most // 2**12)
+            while chunk := list(islice(lines, TOGETHER)):
+                yield from filter(is_record, parse_lines(chunk))
     except OSError:
         return
 
@@ -59,6 +63,17 @@ def sample_records(path: Path, number: int) -> list[Record]:
     try:
         with open_own(path) as file:
             lines = list(sampled_lines(file, os.fstat(file.fileno()).st_size, number))
+    except OSError:
+        return []
+    return [record for line in lines if is_record(record := parse(line))]
+
+
+def tail_records(path: Path) -> list[Record]:
+    """The last records of a file; a torn one is left out."""
+    try:
+        with open_own(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            lines = [line for line in file.read(TAIL).split(b"\n") if len(line) <= LONGEST_LINE]
     except OSError:
         return []
     return [record for line in lines if is_record(record := parse(line))]
@@ -83,6 +98,13 @@ def is_record(value: Any) -> bool:
         return False
     step = value.get("step")
     return isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53
+
+
+def parse_lines(lines: list[bytes]) -> list[Any]:
+    """The values of lines. They are parsed as one list, which takes half the time; if one is damaged, each alone."""
+    kept = [line for line in lines if len(line) <= LONGEST_LINE and not line.isspace()]
+    values = parse(b"[%b]" % b",".join(kept))
+    return values if isinstance(values, list) and len(values) == len(kept) else [parse(line) for line in kept]
 
 
 def parse(text: bytes) -> Any:

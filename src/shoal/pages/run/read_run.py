@@ -93,7 +93,7 @@ def read_run(path: Path, *, with_ranks: bool = True) -> RunRecord:
         what = f"RUN must be the directory of a run, got {str(path)!r}, which has no recipe.yaml and environment.json"
         raise ShoalError(what, fix=f"shoal ls {path}", code="R060")
     summary, environment = read_object(path / "summary.json"), read_object(path / "environment.json")
-    text = read_own(path / "recipe.yaml", MOST_BYTES).decode(errors="replace")
+    text = _recipe_text(path)
     recipe = _recipe(text)
     return RunRecord(
         path=path,
@@ -110,6 +110,15 @@ def read_run(path: Path, *, with_ranks: bool = True) -> RunRecord:
         saved_steps=_saved_steps(path / "checkpoints"),
         ranks=_ranks(path) if with_ranks else {},
     )
+
+
+def read_recipe(path: Path) -> Record:
+    """The recipe of the run in a directory; empty if it cannot be read."""
+    return _recipe(_recipe_text(path))
+
+
+def _recipe_text(path: Path) -> str:
+    return read_own(path / "recipe.yaml", MOST_BYTES).decode(errors="replace")
 
 
 def _recipe(text: str) -> Record:

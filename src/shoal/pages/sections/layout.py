@@ -20,8 +20,16 @@ MOST_ACTIONS = 3_000
 
 def layout(run: RunRecord) -> str:
     """The plan in words, its grid of ranks, and its schedule."""
-    plan, grid = run.plan, run.layout
-    if plan is None or grid is None:
+    section_of_data = run.recipe.get("data")
+    batch = number(section_of_data.get("global_batch")) if isinstance(section_of_data, dict) else 0
+    return layout_of(run.plan, batch) if run.plan is not None else ""
+
+
+def layout_of(plan: Plan, batch: float = 0) -> str:
+    """A plan in words, its grid of ranks, and its schedule with a global batch; 0: the batch is not known."""
+    try:
+        grid = plan.layout
+    except ShoalError:
         return ""
     ranks = grid.world_size
     body = f'<p class="plan"><code>{text(plan.brief())}</code> on {ranks:,} rank{"s" if ranks > 1 else ""}</p>'
@@ -29,13 +37,11 @@ def layout(run: RunRecord) -> str:
         body += f'<div class="wide"><pre class="grid">{text(draw_layout(grid), 200_000)}</pre></div>'
     elif ranks > MOST_RANKS:
         body += f'<p class="note">More than {MOST_RANKS} ranks are not drawn.</p>'
-    return section("Layout", body + _schedule(plan, run), name="layout")
+    return section("Layout", body + _schedule(plan, batch), name="layout")
 
 
-def _schedule(plan: Plan, run: RunRecord) -> str:
+def _schedule(plan: Plan, batch: float) -> str:
     """The schedule as a timeline, with the usual proportion of forward to backward."""
-    section_of_data = run.recipe.get("data")
-    batch = number(section_of_data.get("global_batch")) if isinstance(section_of_data, dict) else 0
     if plan.layout.pp < 2 or plan.schedule is None or not 0 < batch < 1e6:
         return ""
     try:

@@ -14,12 +14,12 @@ from shoal.version import __version__
 MOST_FINDINGS = 6
 
 
-def header(runs: Sequence[RunRecord]) -> str:
+def header(runs: Sequence[RunRecord], verb: str = "report") -> str:
     """The name of the page, and when it was made."""
     names = " · ".join(f"<bdi>{text(run.name, 80)}</bdi>" for run in runs)
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     made = f'<p class="made">made {made}, shoal {__version__}</p>'
-    return f'<header><p class="brand">shoal report</p><h1>{names}</h1>{made}</header>'
+    return f'<header><p class="brand">shoal {verb}</p><h1>{names}</h1>{made}</header>'
 
 
 def verdict(run: RunRecord) -> str:

@@ -55,6 +55,18 @@ def _trained() -> list[dict[str, Any]]:
     return [*found, {"name": "hf:FOLDER", "presets": []}, {"name": "file.py:function", "presets": []}]
 
 
+def model_flags(name: str) -> list[str]:
+    """The flags of `shoal train` for a model of the planner; empty: it does not train by this name.
+
+    >>> model_flags("llama3-8b"), model_flags("gpt3-175b")
+    (['--model.name', 'llama', '--model.preset', 'llama3-8b'], [])
+    """
+    if name.startswith("hf:") or ".py:" in name:
+        return ["--model.name", name]
+    known = (kind for kind, file in TRAINED.items() if name in _keys(SOURCES / file))
+    return next((["--model.name", kind, "--model.preset", name] for kind in known), [])
+
+
 def _keys(path: Path) -> list[str]:
     """The keys of `PRESETS` in a file, which would load torch if it were imported."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:

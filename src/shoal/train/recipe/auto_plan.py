@@ -150,10 +150,14 @@ def workload_for(recipe: Recipe, model: nn.Module) -> Workload:
     dimensions = dimensions_of(model)
     if dimensions is not None:
         return Workload(name=recipe.model.name, **dimensions)
-    config = getattr(model, "config", None)
-    if hasattr(config, "to_dict"):
-        return from_hugging_face(config.to_dict(), name=recipe.model.name)  # type: ignore[union-attr]
+    if has_dimensions(model):
+        return from_hugging_face(model.config.to_dict(), name=recipe.model.name)  # type: ignore[union-attr, operator]
     return _traced(model, recipe)
+
+
+def has_dimensions(model: nn.Module) -> bool:
+    """Whether a model says its dimensions, ours or those of transformers, so that it need not be traced."""
+    return dimensions_of(model) is not None or hasattr(getattr(model, "config", None), "to_dict")
 
 
 def dimensions_of(model: nn.Module) -> dict[str, Any] | None:
