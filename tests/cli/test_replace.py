@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -65,6 +66,11 @@ def test_ranks_lost_one_after_the_other_are_replaced(host: Host, undisturbed: Un
     assert started.said.count("replacing rank") == 2, started.said
     assert "restarting all workers" not in started.said
     assert (started.json["restarts"], started.json["resumed_from"] in (7, 8)) == (2, True)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    noted = [(line["event"], line["reason"]) for line in lines if line["event"] in ("failed", "resumed")]
+    assert [what for what, _ in noted] == ["failed", "resumed"] * 2
+    assert [reason for _, reason in noted[1::2]] == [f"restart {n}: one rank was replaced" for n in (1, 2)]
+    assert [reason.split(" was ")[0] for _, reason in noted[::2]] == ["rank 1 of 2", "rank 0 of 2"]
 
 
 @pytest.mark.alone  # the other rank has two seconds to leave

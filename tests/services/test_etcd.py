@@ -30,8 +30,8 @@ from tests.cli.test_lost_host import WORDS as LOST_HOST
 from tests.rejects import rejects
 
 SOURCE = Path(__file__).parents[2] / "src"
-NAMES = ["shoal-test-a", "shoal-test-b", "shoal-test-c"]
-SWITCH = "shoal-test-net"
+NAMES = [f"shoal-test-{os.getpid()}-{letter}" for letter in "abc"]  # another checkout may test, too
+SWITCH = f"shoal-test-{os.getpid()}-net"
 ADDRESSES = {name: f"10.76.0.{number + 1}" for number, name in enumerate(NAMES)}
 URL = f"etcd://{','.join(f'{address}:2379' for address in ADDRESSES.values())}/a-run"
 KEY = "a key for a test of etcd"
@@ -131,7 +131,7 @@ def test_another_coordinator_takes_over_when_the_host_of_one_is_lost(etcd: None,
     train += ["--checkpoint.memory_dir", "memory", "--min-hosts", "1", "--ssh", "none", "--store", URL]
     train += ["--hosts", f"{ADDRESSES[first]}:1,{ADDRESSES[second]}:1"]
     agent = [sys.executable, "-m", "shoal", "agent", "--store", URL, "--name"]
-    memories = {name: Path("/dev/shm") / f"shoal-test-{os.getpid()}-{name}" for name in NAMES}
+    memories = {name: Path("/dev/shm") / name for name in NAMES}
     try:
         for name, memory in memories.items():
             memory.mkdir(mode=0o700)
