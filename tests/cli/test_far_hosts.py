@@ -11,7 +11,6 @@ import pytest
 from tests.cli.host import Host
 from tests.cli.test_resume import hexed
 from tests.cli.test_train import MADE_UP, losses, records
-from tests.cover import wide
 from tests.far_link import far_hosts
 
 MODEL = """
@@ -55,7 +54,17 @@ WORDS = [
         "--device",
         "cpu",
     ],
-    *["--comm.outer_delay", "3", "--launch.threads", "1", "--run.duration", f"{STEPS}step", "--json"],
+    *[
+        "--comm.outer_delay",
+        "3",
+        "--run.on_nan",
+        "ignore",
+        "--launch.threads",
+        "1",
+        "--run.duration",
+        f"{STEPS}step",
+        "--json",
+    ],
 ]
 PORT = "29683"
 
@@ -64,7 +73,9 @@ def median_step(run: Path) -> float:
     return statistics.median(record["step_seconds"] for record in records(run)[STEPS // 3 :])
 
 
-@pytest.mark.parametrize(("round_trip", "loss"), [(0.2, 0.01), wide((0.05, 0.01)), wide((0.5, 0.01))])
+@pytest.mark.wide
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("round_trip", "loss"), [(0.05, 0.01), (0.2, 0.01), (0.5, 0.01)])
 def test_a_long_round_trip_and_lost_packets(host: Host, tmp_path: Path, round_trip: float, loss: float) -> None:
     (tmp_path / "own.py").write_text(MODEL.format(seconds=2 * round_trip))
     env = {"SHOAL_KEY": "a key for a test of far hosts"}
