@@ -47,4 +47,4 @@ def test_less_is_sent_over_slower_links_as_predicted(rate: str, mbit: float, hid
     if rate != "10mbit":
         assert said["chosen"] == RARELY
     for way in said["methods"]:
-        assert way["loss"] == pytest.approx(plain["loss"], rel=0.05)
+        assert way["loss"] < 1.02 * plain["loss"]  # local SGD has made more steps
