@@ -11,6 +11,8 @@ import pytest
 
 from tests.cli.host import Host, until, wait_until
 
+TIMES = int(os.environ.get("SHOAL_DRILL", "1"))
+"""How many times longer drills are: 5 for 200 kills, 16 for half an hour of hosts that come and go."""
 SHORT = ["chaos", "--steps", "40", "--pace", "0.06", "--minutes", "0.05", "--nproc", "2", "--json"]
 
 
@@ -88,12 +90,26 @@ def test_every_fault_of_one_host(host: Host, tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400 * TIMES)
 def test_many_kills(host: Host, tmp_path: Path) -> None:
-    words = ["chaos", "--faults", "40", "--minutes", "1.5", "--kinds", "kill", "--nproc", "2", "--json"]
+    words = ["chaos", "--faults", str(40 * TIMES), "--minutes", str(2.5 * TIMES), "--kinds", "kill", "--nproc", "2"]
+    words += ["--seed", "8", "--checkpoint.every", "2step", "--launch.max_restarts", "20", "--json"]
     ended = host.start(*words, cwd=tmp_path)
-    assert ended.wait(280) == 0, ended.said
-    assert ended.json["faults"]["made"] == 40, ended.json
+    assert ended.wait(380 * TIMES) == 0, ended.said
+    assert ended.json["faults"]["made"] == 40 * TIMES, ended.json
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make network namespaces")
+@pytest.mark.timeout(400 * TIMES)
+def test_hosts_and_ranks_come_and_go(host: Host, tmp_path: Path) -> None:
+    """One rank on each host. The useful part of the time is compared with its prediction."""
+    words = ["chaos", "--faults", str(4 * TIMES), "--minutes", str(2 * TIMES), "--hosts", "2", "--nproc", "1"]
+    words += ["--kinds", "kill,agent,partition,oneway,flap,stop", "--pace", "0.4", "--seed", "43"]
+    ended = host.start(*words, "--checkpoint.every", "2step", "--json", cwd=tmp_path)
+    assert ended.wait(380 * TIMES) == 0, ended.said
+    goodput = ended.json["goodput"]
+    assert goodput["ettr"] == pytest.approx(goodput["ettr_predicted"], abs=0.3), ended.json
 
 
 @pytest.mark.wide

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.host import Host, Started, until
-from tests.cli.test_resume import WORDS, hexed, in_memory_of_runs
+from tests.cli.test_resume import WORDS, hexed, left_in_memory
 from tests.cli.test_train import losses, records
 from tests.cover import wide
 
@@ -21,6 +21,11 @@ STEPS = 14
 RUN = [*WORDS, "--run.dir", "run", "--run.duration", f"{STEPS}step", "--checkpoint.memory_every", "1step"]
 
 Undisturbed = Callable[..., list[float]]
+
+
+def words_of(plan: str, ranks: int) -> list[str]:
+    """The command of a plan; each stage of a pipeline needs a block."""
+    return [*RUN, "--plan", plan, "--nproc", str(ranks), *(["--model.num_layers", "2"] if "pp=" in plan else [])]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +36,7 @@ def undisturbed(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Undistu
     def find(plan: str, ranks: int = 2) -> list[float]:
         if (plan, ranks) not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
-            ended = host.run(*RUN, "--plan", plan, "--nproc", str(ranks), cwd=folder)
+            ended = host.run(*words_of(plan, ranks), cwd=folder)
             assert ended.code == 0, ended.said
             known[plan, ranks] = losses(folder / "run")
         return known[plan, ranks]
@@ -41,15 +46,15 @@ def undisturbed(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Undistu
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(host: Host) -> Iterator[None]:
-    before = in_memory_of_runs()
+    before = left_in_memory()
     yield
     host.kill_what_runs()
-    assert in_memory_of_runs() - before == set()
+    assert left_in_memory() - before == set()
 
 
 def start(host: Host, folder: Path, plan: str, *words: str, faults: str = "", ranks: int = 2) -> Started:
     env = {"SHOAL_FAULTS": faults} if faults else {}
-    return host.start(*RUN, "--plan", plan, "--nproc", str(ranks), *words, cwd=folder, env=env)
+    return host.start(*words_of(plan, ranks), *words, cwd=folder, env=env)
 
 
 def expect_same(started: Started, folder: Path, whole: list[float]) -> None:
