@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -120,12 +121,15 @@ def test_the_page_draws_every_message(found: tuple[dict[str, Any], Path]) -> Non
 # ---- two hosts ------------------------------------------------------------------------------------------------------
 
 
+PREFIX = f"shoal-bench-test-{os.getpid()}"
+
+
 @pytest.fixture
 def two_hosts() -> Iterator[list[Any]]:
     if harness.missing():
         pytest.skip(harness.missing())
     try:
-        with harness.made(2, rate="200mbit", prefix="shoal-bench-test", network="10.79.0") as hosts:
+        with harness.made(2, rate="200mbit", prefix=PREFIX, network="10.79.0") as hosts:
             yield hosts
     except OSError as error:
         pytest.skip(f"needs the right to make network namespaces: {error}")
@@ -154,7 +158,7 @@ import importlib.util, os, signal, subprocess, sys
 spec = importlib.util.spec_from_file_location("hosts", sys.argv[1])
 hosts = sys.modules["hosts"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(hosts)
-with hosts.made(1, prefix="shoal-bench-test") as (host,):
+with hosts.made(1, prefix=sys.argv[2]) as (host,):
     left = subprocess.Popen(["ip", "netns", "exec", host.name, "sleep", "60"], stdout=-3, stderr=-3)
     print(host.name, left.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -164,11 +168,11 @@ with hosts.made(1, prefix="shoal-bench-test") as (host,):
 def test_hosts_that_a_killed_run_has_left_are_removed(two_hosts: list[Any]) -> None:
     """And those of another run that lives are not."""
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED, harness.__file__], capture_output=True, text=True, check=False
+        [sys.executable, "-c", KILLED, harness.__file__, PREFIX], capture_output=True, text=True, check=False
     )
     name, pid = killed.stdout.split()
     assert {name, two_hosts[0].name} <= set(harness._namespaces())
-    harness._remove_orphans("shoal-bench-test")  # as `made` does first
+    harness._remove_orphans(PREFIX)  # as `made` does first
     assert name not in harness._namespaces()
     assert two_hosts[0].name in harness._namespaces()
     assert not Path(f"/proc/{pid}/exe").exists()

@@ -275,7 +275,7 @@ def run_job(
     from shoal.elastic.memory_tier import memory_tier
     from shoal.elastic.restart import RestartBudget, with_restarts
     from shoal.launch.local import launch
-    from shoal.observe.failure_event import noting_failure
+    from shoal.observe.failure_event import note_failure, noting_failure
     from shoal.train.recipe.invocation import RunInvocation
     from shoal.train.recipe.loop import train
 
@@ -306,7 +306,8 @@ def run_job(
     def say(text: str) -> None:
         print(f"shoal: {text}", file=sys.stderr, flush=True)
 
-    budget = RestartBudget(most=launched.max_restarts if saves else 0, say=say)
+    note = partial(note_failure, job.recipe, invocation.command)
+    budget = RestartBudget(most=launched.max_restarts if saves else 0, say=say, note=note)
 
     with (
         _explaining_memory(job),  # outside of the restarts: workers are forked from a process that has not computed

@@ -13,7 +13,7 @@ from shoal.comm.compression.reduce import Seeds, build_average
 from shoal.comm.replicas.transport import Transport
 from shoal.predict.estimate.replica_sync import Link
 
-SMALL, FIRST, LARGEST = 1024, 256 * 2**10, 64 * 2**20
+SMALL, FIRST, LARGEST = 1024, 64 * 2**10, 64 * 2**20
 ENOUGH = 0.3  # seconds of one collective, compared with which latency and noise are small
 SAMPLE = (1024, 1024)  # shape of the gradient that is encoded
 
