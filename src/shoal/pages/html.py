@@ -79,9 +79,7 @@ def policy(scripts: Sequence[str], *, is_live: bool = False) -> str:
     )
 
 
-def page(
-    title: str, body: str, payload: Any = None, *, scripts: Sequence[str] = CHARTS, is_live: bool = False
-) -> str:
+def page(title: str, body: str, payload: Any = None, *, scripts: Sequence[str] = CHARTS, is_live: bool = False) -> str:
     """The whole page, in one file. `scripts`: files of `assets`. A page without a payload has none."""
     scripts = () if payload is None else scripts
     return "\n".join(
