@@ -13,7 +13,7 @@ from shoal.comm.profile.timer import NOTHING, PartTimer, Span, Step, current, en
 from shoal.observe.profile.partition import partition
 from shoal.observe.profile.profile import Profile
 from shoal.observe.profile.record import RankRecord
-from shoal.planner.next_change import next_change
+from shoal.planner.changes.next_change import next_change
 from shoal.planner.task import Task
 from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.presets.models import find_model

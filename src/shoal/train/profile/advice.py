@@ -13,7 +13,7 @@ from shoal.config.recipe import Recipe
 from shoal.observe.profile.profile import FIXES
 from shoal.observe.profile.verdict import Verdict
 from shoal.parallel.inspect.live_memory import live_memory, peak_bytes
-from shoal.planner.next_change import COMPUTE, NextChange, next_change
+from shoal.planner.changes.next_change import COMPUTE, NextChange, next_change
 from shoal.planner.task import Task
 from shoal.predict.estimate.step_time import StepTime
 from shoal.train.recipe.auto_plan import model_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
@@ -86,17 +87,11 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         line.note(_headline(run, job, lr, choices, storage))
         loader = build_loader(job, run, workers=recipe.data.workers)
         profile = _profile(run, job, invocation, storage, line)
-        try:
+        with contextlib.ExitStack() as ends:
+            for one in (storage, line, step_metrics, loader, profile):  # the last one is closed first
+                ends.callback(one.close)
             with stop_on_signals(line) as stop_request, phase("data"), armed():
                 was_stopped = _train_and_evaluate(run, job, loader, step_metrics, line, stop_request, storage, profile)
-        finally:
-            profile.close()
-            loader.close()
-            try:
-                step_metrics.close()
-            finally:
-                line.close()
-                storage.close()
         return {
             **step_metrics.summary(was_stopped=was_stopped),
             **storage.summary(),

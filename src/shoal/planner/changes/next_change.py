@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.blueprint.plan import Plan
-from shoal.planner.alternatives import single_changes
+from shoal.planner.changes.alternatives import single_changes
 from shoal.planner.lint.case import WORTH, Case, words
 from shoal.planner.search import MODES
 from shoal.planner.task import Task
