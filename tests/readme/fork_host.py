@@ -31,8 +31,8 @@ def run_commands(commands: Sequence[Sequence[str]], *, timeout: float = 100.0) -
     """Run them one after the other in the root of the repository, as on a machine without a GPU."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
     host = subprocess.run(
-        [sys.executable, __file__], input=json.dumps([list(words) for words in commands]), capture_output=True,
-        text=True, cwd=ROOT, env=environ, timeout=timeout, check=False,
+        [sys.executable, "-m", "tests.readme.fork_host"], input=json.dumps([list(words) for words in commands]),
+        capture_output=True, text=True, cwd=ROOT, env=environ, timeout=timeout, check=False,
     )  # fmt: skip
     assert host.returncode == 0, host.stderr
     return [Ran(**ran) for ran in json.loads(host.stdout)]
