@@ -6,7 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console
@@ -87,10 +87,9 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         loader = build_loader(job, run, workers=recipe.data.workers)
         profile = _profile(run, job, invocation, storage, line)
         try:
-            with stop_on_signals(line) as stop_request, phase("data"), armed():
+            with stop_on_signals(line) as stop_request, phase("data"), armed(), closing(profile):
                 was_stopped = _train_and_evaluate(run, job, loader, step_metrics, line, stop_request, storage, profile)
         finally:
-            profile.close()
             loader.close()
             try:
                 step_metrics.close()
