@@ -24,7 +24,7 @@ FIXES = {
     "recompute": "recompute=selective or none, if memory allows",
     "saving": "run.save(..., wait=False), or less often",
     "jitter": "top -H while it runs: other programs on this host",
-    "cores": "Run(threads=1), or fewer ranks on this host",
+    "cores": "top, to find other programs; or Run(threads=1), or fewer ranks on this host",
 }
 """What a script changes, by the kind of the verdict."""
 

@@ -148,7 +148,8 @@ def _cores(ranks: Sequence[RankParts]) -> Iterator[Verdict]:
         each = here[0].record.threads
         who = f"{len(here)} rank{'s' * (len(here) > 1)} x {each} thread{'s' * (each > 1)} on {cores} cores"
         waits = f"ranks wait {cost:.0%} of a step for a core" if delays else "more threads than cores"
-        yield Verdict(kind="cores", cost=cost, evidence=f"{waits}: {who}")
+        whose = "" if threads > cores else "; other programs use them"
+        yield Verdict(kind="cores", cost=cost, evidence=f"{waits}: {who}{whose}")
 
 
 def _jitter(ranks: Sequence[RankParts]) -> Verdict | None:

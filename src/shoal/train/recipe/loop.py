@@ -7,7 +7,7 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console
