@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console
@@ -87,7 +86,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         line.note(_headline(run, job, lr, choices, storage))
         loader = build_loader(job, run, workers=recipe.data.workers)
         profile = _profile(run, job, invocation, storage, line)
-        with contextlib.ExitStack() as ends:
+        with ExitStack() as ends:
             for one in (storage, line, step_metrics, loader, profile):  # the last one is closed first
                 ends.callback(one.close)
             with stop_on_signals(line) as stop_request, phase("data"), armed():
