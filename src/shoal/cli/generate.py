@@ -117,8 +117,8 @@ def _problems(options: Generate) -> Iterator[Problem]:
 
 def _tokens(options: Generate, trained: TrainedModel) -> tuple[list[int], Tokenizer]:
     """The tokens of the prompt, as the run's data would have them, and the tokenizer."""
-    from shoal.data.sources.chat.encode import open_chat_tokenizer
-    from shoal.data.sources.chat.rows import Turn
+    from shoal.data.sources.chat.open import open_chat_tokenizer
+    from shoal.data.sources.chat.turns import Row, Turn
 
     data = trained.recipe.data
     name = options.tokenizer or data.tokenizer
@@ -132,8 +132,7 @@ def _tokens(options: Generate, trained: TrainedModel) -> tuple[list[int], Tokeni
         )
     chat = open_chat_tokenizer(name)
     role = "user" if is_of_conversations(data) and not options.raw else ""
-    turn = (Turn(role, options.prompt, is_trained=False),)
-    tokens = chat.prompt(turn)
+    tokens = chat.prompt(Row((Turn(role, options.prompt, is_trained=False),), where="--prompt"))
     if not tokens:
         raise ShoalError("--prompt must have at least one token, got none", fix='--prompt "The"', code="L021")
     return tokens, chat.tokenizer
