@@ -11,9 +11,11 @@ import pytest
 
 from shoal.config.recipe import DataSection
 from shoal.data.batch import IGNORE
+from shoal.data.sources.chat.encode import PlainChat
 from shoal.data.sources.chat.open import open_chat_tokenizer
 from shoal.data.sources.chat.turns import Row, Turn, row_of
 from shoal.data.sources.open import open_datasets
+from shoal.data.sources.tokenizer import open_tokenizer
 from tests.rejects import rejects
 
 END = 256
@@ -150,6 +152,46 @@ def test_the_template_of_a_folder(folder: Path) -> None:
     assert "".join(text([int(t)]) or "$" for t in kept) == "yo$ok$"
     assert "".join(text([t]) or "$" for t in chat.prompt(Row(row[:1]))) == "[user]hi$[assistant]"
     assert chat.tokenizer.end_token == 0
+
+
+def with_bos(folder: Path, path: Path) -> None:
+    """The tokenizer folder, with a post-processor that puts <e> around a text, and BOS in its template."""
+    tokenizers = pytest.importorskip("tokenizers")
+    with_template(folder, path, "{{ bos_token }}" + TEMPLATE)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": "<e>"}))
+    made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<e> $A <e>", pair="$A $B", special_tokens=[("<e>", 0)]
+    )
+    made.save(str(path / "tokenizer.json"))
+
+
+def test_documents_and_rows_begin_once_with_bos(folder: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    with_bos(folder, tmp_path)
+    chat, own = open_chat_tokenizer(str(tmp_path)), open_tokenizer(str(tmp_path))
+    plain = PlainChat(own)
+    assert own.begin_tokens == (0,)
+    assert open_tokenizer(str(folder)).begin_tokens == ()
+    of_transformers = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    assert own.encode([b"ab", b"<e>c"]).tolist() == [
+        *of_transformers("ab")["input_ids"],
+        *of_transformers("c")["input_ids"],
+    ]
+    assert len(own.ids("ab")) == 2
+
+    def text(one: Any, row: Any) -> str:
+        example = one.encode(row_of(row, "line 1"))
+        found = "".join(own.text([int(t)]) or "$" for t in example.tokens)
+        assert "".join(found[at] for at in np.flatnonzero(example.is_trained)) == ("yz$" if "prompt" in row else "yo$")
+        return found
+
+    assert text(chat, CHAT) == "$[user]hi$[assistant]yo$"
+    assert text(chat, ROWS[2]) == text(plain, ROWS[2]) == "$xyz$"
+    assert text(plain, {"prompt": "<e>x", "completion": "yz"}) == "$xyz$"
+    assert chat.prompt(Row((Turn("", "x", False),))) == [0, *own.ids("x")]
+    assert len(chat.prompt(Row((Turn("user", "hi", False),)))) == len("$[user]hi$[assistant]")
 
 
 def test_a_template_that_changes_earlier_messages_is_rejected(folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from shoal.data.sources.chat.turns import SHOWN, Row, Turn, unhonoured
 from shoal.data.sources.digest import Tokens
-from shoal.data.sources.tokenizer import Tokenizer
+from shoal.data.sources.tokenizer import Tokenizer, begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ class PlainChat:
             body += [self.tokenizer.end_token] if turn.is_trained or turn.role == "assistant" else self._end_of(turn)
             tokens += head + body
             trained += [False] * len(head) + [turn.is_trained] * len(body)
+        tokens = begun(tokens, self.tokenizer.begin_tokens)
+        trained = [False] * (len(tokens) - len(trained)) + trained
         return Example(np.array(tokens, dtype=np.uint32), np.array(trained, dtype=np.uint8))
 
     def prompt(self, row: Row) -> list[int]:
