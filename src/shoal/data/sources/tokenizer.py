@@ -81,6 +81,8 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the package raises bare Exceptions
             what = f"data.tokenizer must be a tokenizer.json, got {file}: {error}"
             raise ShoalError(what, fix="--data.tokenizer PATH/tokenizer.json", code="D020") from error
+        self._tokenizer.no_truncation()  # a file may say both, for batches of another program
+        self._tokenizer.no_padding()
         size = int(self._tokenizer.get_vocab_size())
         known = [self._tokenizer.token_to_id(token) for token in (*_end_tokens_beside(file), *END_TOKENS)]
         self.end_token = next((number for number in known if number is not None), size)
