@@ -152,6 +152,18 @@ def test_the_template_of_a_folder(folder: Path) -> None:
     assert "".join(text([int(t)]) or "$" for t in kept) == "yo$ok$"
     assert "".join(text([t]) or "$" for t in chat.prompt(Row(row[:1]))) == "[user]hi$[assistant]"
     assert chat.tokenizer.end_token == 0
+    assert chat.end_tokens() == {0}
+
+
+def test_the_token_after_an_answer_is_an_end_token(folder: Path, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    with_template(folder, tmp_path, TEMPLATE.replace("<e>", "\n<im>\n"))
+    made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    made.add_special_tokens(["<im>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert open_chat_tokenizer(str(tmp_path)).end_tokens() == {0, made.token_to_id("<im>")}
+    assert with_template(folder, tmp_path, TEMPLATE.replace("<e>", " ")).end_tokens() == {0}
 
 
 def with_bos(folder: Path, path: Path) -> None:

@@ -37,6 +37,9 @@ class ChatTokenizer(Protocol):
     def prompt(self, row: Row) -> list[int]:
         """All turns, and the beginning of an answer."""
 
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens that end a text or an answer."""
+
 
 class PlainChat:
     """shoal's own form of a conversation, for any tokenizer."""
@@ -63,6 +66,10 @@ class PlainChat:
         """The turns, with the head of an answer."""
         head = self.tokenizer.ids("<|assistant|>\n") if row.turns[-1].role else []
         return [*map(int, self.encode(row).tokens), *head]
+
+    def end_tokens(self) -> frozenset[int]:
+        """The tokenizer's end token, which is after each answer."""
+        return frozenset([self.tokenizer.end_token])
 
     def _end_of(self, turn: Turn) -> list[int]:
         return self.tokenizer.ids("\n") if turn.role else []

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from shoal.data.sources.chat.encode import Example, PlainChat
-from shoal.data.sources.chat.turns import SHOWN, Row, unhonoured
+from shoal.data.sources.chat.turns import SHOWN, Row, Turn, unhonoured
 from shoal.data.sources.tokenizer import Tokenizer
 from shoal.errors import ShoalError, needs
+
+ANSWER = "yes"
 
 
 class TemplateChat(PlainChat):
@@ -44,6 +46,17 @@ class TemplateChat(PlainChat):
             return super().prompt(row)
         text = self._render(row, add_generation_prompt=True)
         return [int(token) for token in self._own(text, add_special_tokens=False)["input_ids"]]
+
+    def end_tokens(self) -> frozenset[int]:
+        """The tokenizer's end token, and the special one that the template puts after an answer, if any."""
+        text = self._render(Row((Turn("user", "?", is_trained=False), Turn("assistant", ANSWER, is_trained=True))))
+        encoded = self._own(text, add_special_tokens=False, return_offsets_mapping=True)
+        end, special = text.rfind(ANSWER) + len(ANSWER), self._own.added_tokens_decoder
+        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        after = [
+            int(token) for token, (start, stop) in pairs if start >= end and str(special.get(token)) == text[start:stop]
+        ]
+        return super().end_tokens() | frozenset(after[:1])
 
     def _span(self, row: Row, number: int, text: str) -> tuple[int, int]:
         before = self._render(_first(row, number), add_generation_prompt=True) if number else ""
