@@ -29,6 +29,7 @@ from shoal.models.huggingface.logits import LogitRule, logit_rule
 from shoal.models.huggingface.modules import attentions, experts_in, mixes_tokens, name_of, pattern_of
 from shoal.models.huggingface.order import Order, order_of
 from shoal.models.huggingface.pooled import pooled_output
+from shoal.models.huggingface.position_table import max_tokens_of
 from shoal.models.huggingface.splits.found_splits import FoundSplits, found_splits, heads_of, vocabulary_of
 from shoal.models.huggingface.splits.sequence import is_from_embedding, why_not_between_blocks
 from shoal.parallel.lora.layers import LoRALinear
@@ -84,6 +85,7 @@ def describe(model: Any) -> Description:
         num_experts=min(numbers, default=None),
         active_experts=getattr(config, "num_experts_per_tok", None) if experts else None,
         num_outputs=getattr(head, "out_features", None),
+        max_tokens=max_tokens_of(model, config),
         positions="position_ids" if "cp" not in why_not else None,
         documents="attention_mask" if _takes(model, "attention_mask") else None,
         why_not=why_not,

@@ -221,7 +221,7 @@ def check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
         yield Problem(
             "D034",
             f"a sample must have at most the model's {most} tokens, got {tokens}",
-            f"--data.seq_len {most}, or --model.max_sequence {tokens}",
+            f"--data.seq_len {most}" + (f", or --model.max_sequence {tokens}" if adapter_of(model) is None else ""),
         )
 
 

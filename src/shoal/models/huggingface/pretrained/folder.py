@@ -13,6 +13,7 @@ from shoal.config.pretrained_folder import folder_of
 from shoal.errors import ShoalError
 
 TOKENIZER = "tokenizer.json"
+GENERATION = "generation_config.json"
 MOST_CONFIG = 2**24
 """Bytes of a config.json. Large ones list thousands of labels."""
 _DEPTHS = re.compile(r"(num_\w*layers|n_layers?|depth|num_experts|num_local_experts|n_routed_experts)")
@@ -67,6 +68,17 @@ def tokenizer_of(name: str, *, trust_remote_code: bool = False, **_: Any) -> str
     """The tokenizer.json of a folder; None: it has none."""
     path = folder_of(name, with_code=trust_remote_code) / TOKENIZER
     return str(path) if path.is_file() else None
+
+
+def end_tokens_of(name: str, *, trust_remote_code: bool = False, **_: Any) -> frozenset[int]:
+    """All tokens that end a text by generation_config.json and config.json: each names none, one or several."""
+    folder, found = folder_of(name, with_code=trust_remote_code), set[int]()
+    for path in (folder / GENERATION, folder / CONFIG):
+        config = read_json(path) if path.is_file() and path.stat().st_size <= MOST_CONFIG else {}
+        parts = (config, config.get("text_config"))  # that of a model with several parts
+        for said in (part.get("eos_token_id") for part in parts if isinstance(part, dict)):
+            found.update(one for one in (said if isinstance(said, list) else [said]) if type(one) is int)
+    return frozenset(found)
 
 
 def has_weights(folder: Path) -> bool:
