@@ -13,6 +13,8 @@ from tests.cli.test_bench import PREFIX, harness
 from tests.cli.test_train import MADE_UP
 
 RARELY = "sync=diloco:50 compress=int8"
+NOISE = 0.1
+"""Seconds by which a step may be longer while other programs use the cores."""
 WAYS = ["plain", "compress=int8", RARELY]
 MODEL = """
 import time
@@ -62,6 +64,7 @@ def test_less_is_sent_over_slower_links_as_predicted(
     assert said["link"]["bytes_per_second"] == pytest.approx(mbit * 1e6 / 8, rel=0.4)
     assert said["chosen"] == chosen
     for name in ("plain", chosen):
-        assert ways[name]["predicted"] == pytest.approx(ways[name]["seconds"], rel=0.2), name
+        measured = ways[name]["seconds"]
+        assert abs(ways[name]["predicted"] - measured) < 0.2 * measured + NOISE, name
     assert ways[chosen]["seconds"] < ways["plain"]["seconds"]
     assert ways[chosen]["loss"] < 1.02 * ways["plain"]["loss"]  # local SGD has made more steps
