@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import resource
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from shoal.planner.task import Task
 from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.workload import Workload
 from tests.cli.host import Host, Started
+from tests.speed import processor_seconds, slowness
 
 COMMAND = Path(sys.executable).with_name("shoal")
 
@@ -44,24 +43,8 @@ TOO_LARGE = "llama3-70b --cluster h100:8 --seq-len 8192 --global-batch 64"
 @pytest.mark.parametrize(("words", "bound"), [(LARGE, 3.0), (SMALL, 1.0)])
 def test_it_is_fast(words: str, bound: float) -> None:
     """At the latest when it is tried for the third time, and on a slow machine by as much later as Python is slow."""
-    assert any(_seconds_of(words) <= bound * max(1.0, _slowness()) for _ in range(3))
-
-
-def _slowness() -> float:
-    """Of Python here, against a machine on which a loop of three million turns takes 0.1 s."""
-    start = time.process_time()
-    for _ in range(3_000_000):
-        pass
-    return (time.process_time() - start) / 0.1
-
-
-def _seconds_of(words: str) -> float:
-    """Of a processor, which is what a command takes on a machine that has nothing else to do."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    ended = plan(*words.split())
-    assert ended.returncode == 0, ended.stderr
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    command = [COMMAND, "plan", *words.split()]
+    assert any(processor_seconds(command)[0] <= bound * slowness() for _ in range(3))
 
 
 def test_torch_stays_away() -> None:

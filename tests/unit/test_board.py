@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import random
 import time
@@ -41,6 +42,8 @@ def test_processes_that_are_early_and_late_never_read_another_exchange(tmp_path:
     size, path = 3, tmp_path / "board"
     Board.create(path, size)
     fork = multiprocessing.get_context("fork")
+    gc.collect()
+    gc.freeze()  # a fork that collects a process group of an earlier test waits for threads that it does not have
     ranks = [fork.Process(target=exchange, args=(path, rank, size, tmp_path)) for rank in range(size)]
     for rank in ranks:
         rank.start()
