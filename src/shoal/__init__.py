@@ -3,6 +3,7 @@
     shoal.Run       train with your own loop
     shoal.plan      rank the plans of a model on a cluster
     shoal.verify    compare a plan with one process
+    shoal.profile   time the parts of a step, and say what bounds it
 
 `import shoal` is fast: torch is imported when the first name that needs it is used.
 """
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from shoal.planner.answer import plan as plan
     from shoal.train.ema import EMA as EMA
     from shoal.train.optim.build import muon_groups as muon_groups
+    from shoal.train.profile.profiler import profile as profile
     from shoal.train.run import Run as Run
     from shoal.train.trace.find_blocks import trace_blocks as trace_blocks
     from shoal.verification.api import verify as verify
@@ -62,6 +64,7 @@ _HOMES = {
     "Muon": "shoal.numerics.optim.muon",
     "muon_groups": "shoal.train.optim.build",
     "plan": "shoal.planner.answer",
+    "profile": "shoal.train.profile.profiler",
     "Plan": "shoal.blueprint.plan",
     "Recipe": "shoal.config.recipe",
     "OuterOptimizer": "shoal.parallel.data.local_sgd",

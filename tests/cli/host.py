@@ -156,11 +156,7 @@ def enter_network(name: str) -> None:
 
 def main() -> None:
     """Be the host."""
-    # Loaded, and nothing computed: a fork of this process can compute. Dynamo is what the first optimizer would load.
-    import torch._dynamo  # noqa: F401
-
-    import shoal.elastic.restart
-    import shoal.train.recipe.loop  # noqa: F401
+    import tests.preload  # noqa: F401
 
     for line in sys.stdin:
         asked = json.loads(line)

@@ -118,3 +118,28 @@ def test_a_stopped_run_saves_and_a_killed_one_leaves_nothing(host: Host, tmp_pat
     began = time.monotonic()
     wait_until(lambda: in_session(started.pid) == [], 5)
     assert time.monotonic() - began < 3
+
+
+def test_a_host_that_is_lost_while_others_are_waited_for_is_reported(host: Host, tmp_path: Path) -> None:
+    port, env = free_port(), {"SHOAL_KEY": "a key for a test of a lost host"}
+    started = host.start(*LONG, "--ssh", "none", "--listen", f"127.0.0.1:{port}", cwd=tmp_path, env=env)
+    until(lambda: "waiting for 127.0.0.1, 127.0.0.2" in started.said, started)
+    join = ["agent", "--join", f"127.0.0.1:{port}", "--name", "127.0.0.2"]
+    agent = host.start(*join, cwd=tmp_path, env=env)
+    again = host.start(*join, cwd=tmp_path, env=env)  # its place is taken: so one of them has joined before
+    until(lambda: "host 127.0.0.2 is lost: another agent of it has joined from 127.0.0.1" in started.said, started)
+    for each in (agent, again):
+        each.kill_all()
+    until(lambda: started.said.count("host 127.0.0.2 is lost: ") == 2, started)
+    until(lambda: started.said.count("waiting for 127.0.0.1, 127.0.0.2") == 2, started)
+
+
+@pytest.mark.wide
+def test_a_stopped_rank_that_is_alone_on_its_host_is_named(
+    host: Host, undisturbed: list[float], tmp_path: Path
+) -> None:
+    """No other rank of its host waits for it. A drill found that it was ended after ten minutes."""
+    ended = host.run(*SHORT, cwd=tmp_path, env={"SHOAL_FAULTS": "stop_at=rank:1,step:5"})
+    assert (ended.code, ended.json["restarts"]) == (0, 1), ended.said
+    assert "rank 1 of 2 (host 127.0.0.2) was stopped by a signal (SIGSTOP) for " in ended.said
+    assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)

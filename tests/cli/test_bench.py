@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def found(host: Host, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[st
     """A run, and the folder with its files."""
     folder = tmp_path_factory.mktemp("bench")
     words = ["--nproc", "2", "--node", "1", "--seconds", "6", "--cluster", "cpu:2", "--sizes", *SIZES]
-    words += ["--out", "c.yaml", "--plot", "p.svg", "--draw", "--json"]
+    words += ["--out", "c.yaml", "--plot", "p.svg", "--html", "p.html", "--draw", "--json"]
     ended = host.run("bench", "comm", *words, cwd=folder)
     assert ended.code == 0, ended.said
     return ended.json, folder
@@ -110,7 +111,17 @@ def test_the_plot_is_a_picture(found: tuple[dict[str, Any], Path]) -> None:
     assert "builtin" in texts
 
 
+def test_the_page_draws_every_message(found: tuple[dict[str, Any], Path]) -> None:
+    page = (found[1] / "p.html").read_text()
+    assert "all-reduce within hosts" in page
+    assert "ring all_reduce: messages of 2 ranks in 2 rounds" in page
+    assert "https:" not in page
+
+
 # ---- two hosts ------------------------------------------------------------------------------------------------------
+
+
+PREFIX = f"shoal-bench-test-{os.getpid()}"
 
 
 @pytest.fixture
@@ -118,7 +129,7 @@ def two_hosts() -> Iterator[list[Any]]:
     if harness.missing():
         pytest.skip(harness.missing())
     try:
-        with harness.made(2, rate="200mbit", prefix="shoal-bench-test", network="10.79.0") as hosts:
+        with harness.made(2, rate="200mbit", prefix=PREFIX, network="10.79.0") as hosts:
             yield hosts
     except OSError as error:
         pytest.skip(f"needs the right to make network namespaces: {error}")
@@ -147,7 +158,7 @@ import importlib.util, os, signal, subprocess, sys
 spec = importlib.util.spec_from_file_location("hosts", sys.argv[1])
 hosts = sys.modules["hosts"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(hosts)
-with hosts.made(1, prefix="shoal-bench-test") as (host,):
+with hosts.made(1, prefix=sys.argv[2]) as (host,):
     left = subprocess.Popen(["ip", "netns", "exec", host.name, "sleep", "60"], stdout=-3, stderr=-3)
     print(host.name, left.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -157,11 +168,11 @@ with hosts.made(1, prefix="shoal-bench-test") as (host,):
 def test_hosts_that_a_killed_run_has_left_are_removed(two_hosts: list[Any]) -> None:
     """And those of another run that lives are not."""
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED, harness.__file__], capture_output=True, text=True, check=False
+        [sys.executable, "-c", KILLED, harness.__file__, PREFIX], capture_output=True, text=True, check=False
     )
     name, pid = killed.stdout.split()
     assert {name, two_hosts[0].name} <= set(harness._namespaces())
-    harness._remove_orphans("shoal-bench-test")  # as `made` does first
+    harness._remove_orphans(PREFIX)  # as `made` does first
     assert name not in harness._namespaces()
     assert two_hosts[0].name in harness._namespaces()
     assert not Path(f"/proc/{pid}/exe").exists()

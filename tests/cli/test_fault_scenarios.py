@@ -131,7 +131,7 @@ PORT = "29678"
 def three_hosts() -> Iterator[Network]:
     if os.geteuid() != 0:
         pytest.skip("needs root, to make network namespaces")
-    with namespaces(3, "shoal-test-split") as network:
+    with namespaces(3, f"shoal-test-{os.getpid()}") as network:
         yield network
 
 

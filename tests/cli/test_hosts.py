@@ -30,7 +30,7 @@ def ip(*words: str) -> None:
 @pytest.fixture
 def hosts() -> Iterator[list[tuple[str, str]]]:
     """Names and addresses of two hosts that reach each other over a cable."""
-    names = ["shoal-test-0", "shoal-test-1"]
+    names = [f"shoal-test-{os.getpid()}-{number}" for number in range(2)]  # another checkout may test, too
     if shutil.which("ip") is None:
         pytest.skip("needs the program ip (package iproute2)")
     try:

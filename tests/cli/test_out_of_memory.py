@@ -10,7 +10,7 @@ import pytest
 
 from shoal.blueprint.plan import Plan
 from shoal.launch.cgroup import _folders
-from shoal.planner.nearest import Excess, beside_states, nearest_fitting
+from shoal.planner.changes.nearest import Excess, beside_states, nearest_fitting
 from shoal.planner.task import Task
 from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.presets.models import find_model

@@ -36,7 +36,7 @@ def test_a_host_that_shares_no_disk_is_lost_and_replaced(
     for name in (first, second):
         (tmp_path / name).mkdir()
         (tmp_path / name / "own.py").write_text(SLOW)
-        memories[name] = Path("/dev/shm") / f"shoal-test-{tmp_path.name}-{name}"
+        memories[name] = Path("/dev/shm") / name
     env = {"SHOAL_KEY": "a key for a test of two hosts"}
     # A relative path, so that each host has a memory of its own, as two machines have.
     saves = ["--checkpoint.memory_every", "1step", "--checkpoint.memory_dir", "memory", "--run.dir", "run"]

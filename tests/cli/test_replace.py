@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.host import Host, Started, until
-from tests.cli.test_resume import WORDS, hexed, in_memory_of_runs
+from tests.cli.test_resume import WORDS, hexed, left_in_memory
 from tests.cli.test_train import losses, records
 from tests.cover import wide
 
@@ -20,6 +21,11 @@ STEPS = 14
 RUN = [*WORDS, "--run.dir", "run", "--run.duration", f"{STEPS}step", "--checkpoint.memory_every", "1step"]
 
 Undisturbed = Callable[..., list[float]]
+
+
+def words_of(plan: str, ranks: int) -> list[str]:
+    """The command of a plan; each stage of a pipeline needs a block."""
+    return [*RUN, "--plan", plan, "--nproc", str(ranks), *(["--model.num_layers", "2"] if "pp=" in plan else [])]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +36,7 @@ def undisturbed(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Undistu
     def find(plan: str, ranks: int = 2) -> list[float]:
         if (plan, ranks) not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
-            ended = host.run(*RUN, "--plan", plan, "--nproc", str(ranks), cwd=folder)
+            ended = host.run(*words_of(plan, ranks), cwd=folder)
             assert ended.code == 0, ended.said
             known[plan, ranks] = losses(folder / "run")
         return known[plan, ranks]
@@ -40,15 +46,15 @@ def undisturbed(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Undistu
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(host: Host) -> Iterator[None]:
-    before = in_memory_of_runs()
+    before = left_in_memory()
     yield
     host.kill_what_runs()
-    assert in_memory_of_runs() - before == set()
+    assert left_in_memory() - before == set()
 
 
 def start(host: Host, folder: Path, plan: str, *words: str, faults: str = "", ranks: int = 2) -> Started:
     env = {"SHOAL_FAULTS": faults} if faults else {}
-    return host.start(*RUN, "--plan", plan, "--nproc", str(ranks), *words, cwd=folder, env=env)
+    return host.start(*words_of(plan, ranks), *words, cwd=folder, env=env)
 
 
 def expect_same(started: Started, folder: Path, whole: list[float]) -> None:
@@ -65,6 +71,11 @@ def test_ranks_lost_one_after_the_other_are_replaced(host: Host, undisturbed: Un
     assert started.said.count("replacing rank") == 2, started.said
     assert "restarting all workers" not in started.said
     assert (started.json["restarts"], started.json["resumed_from"] in (7, 8)) == (2, True)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    noted = [(line["event"], line["reason"]) for line in lines if line["event"] in ("failed", "resumed")]
+    assert [what for what, _ in noted] == ["failed", "resumed"] * 2
+    assert [reason for _, reason in noted[1::2]] == [f"restart {n}: one rank was replaced" for n in (1, 2)]
+    assert [reason.split(" was ")[0] for _, reason in noted[::2]] == ["rank 1 of 2", "rank 0 of 2"]
 
 
 @pytest.mark.alone  # the other rank has two seconds to leave

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -51,15 +52,32 @@ def undisturbed(host: Host, tmp_path_factory: pytest.TempPathFactory) -> list[fl
 
 def in_memory_of_runs() -> set[Path]:
     """What runs have there. What belongs to no run may come and go."""
-    return set(MEMORY.glob("shoal-*"))
+    return {path for path in MEMORY.glob("shoal-*") if not path.name.startswith("shoal-test-")}
+
+
+def left_in_memory() -> set[Path]:
+    """What has stayed there after its run."""
+    return {path for path in in_memory_of_runs() if not _is_held(path)}
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether a process has locked a folder: a run of another checkout may be under way."""
+    try:
+        with (folder / "lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(host: Host) -> Iterator[None]:
-    before = in_memory_of_runs()
+    before = left_in_memory()
     yield
     host.kill_what_runs()
-    assert in_memory_of_runs() - before == set()
+    assert left_in_memory() - before == set()
 
 
 def committed(folder: Path) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shoal import ShoalError
 from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
+from shoal.models.huggingface.labels import shifts_labels
 from shoal.train.build_model import describe
 from shoal.train.checks import rule_under
 from shoal.train.loss.objective import LabelRule
@@ -191,6 +192,27 @@ def test_a_loss_that_is_not_cross_entropy_is_rejected() -> None:
     refused(
         "bert qa", {"input_ids": ids, "start_positions": ids[:, 0] % 4, "end_positions": ids[:, 1] % 4}, "no labels"
     )
+
+
+def test_the_convention_of_a_loss_with_other_terms_is_not_known() -> None:
+    """Else it would be computed without them: inside the head, under pp, and under cp."""
+    model, batched = build("llama"), batch("llama")
+    plain = type(model).forward
+    assert shifts_labels(model, describe(model)) is True
+
+    class Regularized(type(model)):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, labels: Any = None, **options: Any) -> Any:
+            output = plain(self, input_ids=input_ids, labels=labels, **options)
+            if labels is not None:
+                output.loss = output.loss + 0.1 * output.logits.logsumexp(-1).pow(2).mean()
+            return output
+
+    other = Regularized(model.config)
+    assert shifts_labels(other, describe(other)) is None
+    with Run("fp32 mb=2", device="cpu", fused_loss=True) as run:
+        run.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+        with pytest.raises(ShoalError, match=r"the model's own loss .* is not the cross-entropy"):
+            run.step(batched)
 
 
 @pytest.mark.parametrize("words", ["pp=2 mb=1", "cp=2"])

@@ -732,7 +732,13 @@ def test_a_step_that_is_dropped_leaves_what_is_owed(world: World, method: str, b
 def test_without_nan_checks_one_replica_spoils_all_at_the_exchange(world: World) -> None:
     """`on_nan: ignore` means it: nobody is asked whether gradients are finite, but the mean of all is not."""
     spoilt = []
-    run = Run("fp64 sync=local:3", world=world, on_nan="ignore", loss=lambda model, batch: (model(batch["x"]).sum(), 1))
+    run = Run(
+        "fp64 sync=local:3",
+        world=world,
+        on_nan="ignore",
+        clip=1.0,
+        loss=lambda model, batch: (model(batch["x"]).sum(), 1),
+    )
     model = run.prepare(nn.Linear(3, 1))
     run.prepare(torch.optim.SGD(run.parameters, lr=0.1))
     for step in range(3):

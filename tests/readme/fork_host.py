@@ -31,8 +31,8 @@ def run_commands(commands: Sequence[Sequence[str]], *, timeout: float = 100.0) -
     """Run them one after the other in the root of the repository, as on a machine without a GPU."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
     host = subprocess.run(
-        [sys.executable, __file__], input=json.dumps([list(words) for words in commands]), capture_output=True,
-        text=True, cwd=ROOT, env=environ, timeout=timeout, check=False,
+        [sys.executable, "-m", "tests.readme.fork_host"], input=json.dumps([list(words) for words in commands]),
+        capture_output=True, text=True, cwd=ROOT, env=environ, timeout=timeout, check=False,
     )  # fmt: skip
     assert host.returncode == 0, host.stderr
     return [Ran(**ran) for ran in json.loads(host.stdout)]
@@ -41,10 +41,7 @@ def run_commands(commands: Sequence[Sequence[str]], *, timeout: float = 100.0) -
 def main() -> None:
     """Be the host."""
     commands = json.load(sys.stdin)
-    # Loaded, and nothing computed: a fork of this process can compute. Dynamo is what the first optimizer would load.
-    import torch._dynamo  # noqa: F401
-
-    import shoal.train.recipe.loop  # noqa: F401
+    import tests.preload  # noqa: F401
 
     print(json.dumps([asdict(in_a_fork(words)) for words in commands]))
 

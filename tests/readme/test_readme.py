@@ -220,7 +220,7 @@ def test_python_prints_what_is_shown(once: Callable[..., Any], tmp_path: Path, m
         if block.language == "python":
             number += 1
             printed = run_python(block, once)
-            if following is not None and following.language == "text":
+            if following is not None and (following.language, following.page) == ("text", block.page):
                 assert printed == following.text
     assert number
 

@@ -30,8 +30,8 @@ from tests.cli.test_lost_host import WORDS as LOST_HOST
 from tests.rejects import rejects
 
 SOURCE = Path(__file__).parents[2] / "src"
-NAMES = ["shoal-test-a", "shoal-test-b", "shoal-test-c"]
-SWITCH = "shoal-test-net"
+NAMES = [f"shoal-test-{os.getpid()}-{letter}" for letter in "abc"]  # another checkout may test, too
+SWITCH = f"shoal-test-{os.getpid()}-net"
 ADDRESSES = {name: f"10.76.0.{number + 1}" for number, name in enumerate(NAMES)}
 URL = f"etcd://{','.join(f'{address}:2379' for address in ADDRESSES.values())}/a-run"
 KEY = "a key for a test of etcd"
@@ -131,7 +131,7 @@ def test_another_coordinator_takes_over_when_the_host_of_one_is_lost(etcd: None,
     train += ["--checkpoint.memory_dir", "memory", "--min-hosts", "1", "--ssh", "none", "--store", URL]
     train += ["--hosts", f"{ADDRESSES[first]}:1,{ADDRESSES[second]}:1"]
     agent = [sys.executable, "-m", "shoal", "agent", "--store", URL, "--name"]
-    memories = {name: Path("/dev/shm") / f"shoal-test-{os.getpid()}-{name}" for name in NAMES}
+    memories = {name: Path("/dev/shm") / name for name in NAMES}
     try:
         for name, memory in memories.items():
             memory.mkdir(mode=0o700)
@@ -177,6 +177,54 @@ def test_another_coordinator_takes_over_when_the_host_of_one_is_lost(etcd: None,
     assert plain.wait(90) == 0, said(third, tmp_path)
     expected = steps(third, tmp_path)
     assert {**known, **made} == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_coordinator_that_was_stopped_comes_back_and_is_refused(etcd: None, tmp_path: Path) -> None:
+    """It sleeps for longer than its lease, as a machine that was suspended. Another one leads the run meanwhile."""
+    first, second, third = NAMES
+    train = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "train",
+        *WORDS,
+        "--run.dir",
+        "run",
+        "--checkpoint.dir",
+        str(tmp_path / "all"),
+    ]
+    train += ["--checkpoint.every", "1step", "--ssh", "none", "--store", URL, "--hosts", f"{ADDRESSES[second]}:1"]
+    for name in NAMES:
+        (tmp_path / name / "own.py").write_text(SLOW)
+    stopped = start(first, tmp_path / first, *train, "--listen", ADDRESSES[first])
+    wait_for("waiting for 10.76.0.2", first, tmp_path)
+    agent = [sys.executable, "-m", "shoal", "agent", "--store", URL, "--name", ADDRESSES[second]]
+    kept = start(second, tmp_path / second, *agent)
+    standby = start(third, tmp_path / third, *train, "--listen", ADDRESSES[third])
+    wait_for("the coordinator at 10.76.0.1:", third, tmp_path)
+    deadline = time.monotonic() + 60
+    while max(steps(second, tmp_path), default=0) < 5:
+        assert time.monotonic() < deadline, {each: said(each, tmp_path)[-3000:] for each in NAMES}
+        time.sleep(0.05)
+    found = subprocess.run(["ip", "netns", "pids", first], check=True, capture_output=True, text=True).stdout.split()
+    sleeping = [int(pid) for pid in found if b"shoal" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert stopped.pid in sleeping
+    for pid in sleeping:
+        os.kill(pid, signal.SIGSTOP)
+    wait_for("taking over generation 0 of hosts 10.76.0.2", third, tmp_path)
+    known = max(steps(second, tmp_path))
+    while max(steps(second, tmp_path)) < known + 5:
+        assert time.monotonic() < deadline + 60, {each: said(each, tmp_path)[-3000:] for each in NAMES}
+        time.sleep(0.05)
+    for pid in sleeping:
+        os.kill(pid, signal.SIGCONT)
+    wait_for("does not lead run 'a-run' in etcd any more", first, tmp_path)
+    (tmp_path / second / "fast").touch()
+    assert standby.wait(90) == 0, said(third, tmp_path)
+    assert (kept.wait(20), stopped.wait(20)) == (0, 0), said(first, tmp_path)
+    assert "the run has ended under another coordinator" in said(first, tmp_path)
+    assert said(third, tmp_path).count("restarting all workers") == 0, said(third, tmp_path)
+    assert sorted(steps(second, tmp_path)) == list(range(1, NUM_STEPS + 1))
 
 
 @contextlib.contextmanager

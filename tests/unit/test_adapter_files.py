@@ -108,7 +108,15 @@ def raise_from(words: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "code"),
-    [({"peft_type": "IA3"}, "L012"), ({"use_dora": True}, "L012"), ({"rank_pattern": {"q_proj": 8}}, "L012")],
+    [
+        ({"peft_type": "IA3"}, "L012"),
+        ({"use_dora": True}, "L012"),
+        ({"rank_pattern": {"q_proj": 8}}, "L012"),
+        ({"init_lora_weights": "pissa_niter_4"}, "L012"),
+        ({"init_lora_weights": "olora"}, "L012"),
+        ({"use_qalora": True}, "L012"),
+        ({"alora_invocation_tokens": [1]}, "L012"),
+    ],
 )
 def test_other_adapters_are_rejected(
     saved: tuple[Path, Tensor], tmp_path: Path, change: dict[str, object], code: str

@@ -11,9 +11,11 @@ import pytest
 
 from shoal.config.recipe import DataSection
 from shoal.data.batch import IGNORE
-from shoal.data.sources.chat.encode import open_chat_tokenizer
-from shoal.data.sources.chat.rows import Turn
+from shoal.data.sources.chat.encode import PlainChat
+from shoal.data.sources.chat.open import open_chat_tokenizer
+from shoal.data.sources.chat.turns import Row, Turn, row_of
 from shoal.data.sources.open import open_datasets
+from shoal.data.sources.tokenizer import open_tokenizer
 from tests.rejects import rejects
 
 END = 256
@@ -52,6 +54,19 @@ def test_only_answers_are_trained(tmp_path: Path) -> None:
     assert text_of(batch["tokens"][2]).rstrip("$") == "xyz"
 
 
+def test_weights_systems_and_histories_are_honoured(tmp_path: Path) -> None:
+    answers = [{"role": "assistant", "content": "no", "weight": 0}, {"role": "assistant", "content": "yo", "weight": 1}]
+    rows = (
+        {"messages": answers, "id": 7, "source": "x", "images": [], "label": 3},
+        {"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]},
+    )
+    data = open_datasets(DataSection(source=written(tmp_path, *rows), seq_len=99, validation=0), 0)[0]
+    batch = data.batch(np.arange(2))
+    assert [trained_text(batch, row) for row in range(2)] == ["yo$", "b$d$"]
+    expected = "<|system|>\ns\n<|user|>\na\n<|assistant|>\nb$<|user|>\nc\n<|assistant|>\nd$"
+    assert text_of(batch["tokens"][1]).startswith(expected)
+
+
 def test_packed_examples_have_documents_of_their_own(tmp_path: Path) -> None:
     section = DataSection(source=written(tmp_path, *ROWS), seq_len=48, validation=0, pack=True)
     batch = open_datasets(section, 0)[0].batch(np.arange(2))
@@ -76,6 +91,19 @@ def test_several_answers_and_a_long_one(tmp_path: Path) -> None:
         ("D070", {"messages": [{"content": "x"}]}, "role"),
         ("D070", {"prompt": "x", "completion": 3}, "int"),
         ("D071", {"messages": [{"role": "user", "content": "x"}]}, "line 2"),
+        ("D070", {"messages": [{"role": "assistant", "content": None}]}, "NoneType"),
+        ("D070", {"instruction": "a", "output": "b", "history": [["q"]]}, "pairs"),
+        ("D070", {**CHAT, "tools": "no"}, "tools"),
+        ("D071", {"messages": [{"role": "assistant", "content": "x", "weight": 0}]}, "answer"),
+        ("D101", {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "0.5"),
+        ("D101", {"messages": [{"role": "user", "content": "x", "weight": 1}]}, "'user'"),
+        ("D100", {**CHAT, "tools": [{"name": "f"}]}, "'tools'"),
+        ("D100", {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]}, "'tool_calls'"),
+        ("D100", {"messages": [{"role": "assistant", "content": "x", "train": False}]}, "'train'"),
+        ("D100", {**CHAT, "images": ["a.png"]}, "'images'"),
+        ("D100", {**CHAT, "history": [["q", "a"]]}, "'history'"),
+        ("D100", {"prompt": "x", "completion": "y", "system": "z"}, "'system'"),
+        ("D100", {"prompt": "x", "completion": "y", "label": False}, "'label'"),
     ],
 )
 def test_rejected_rows(tmp_path: Path, code: str, row: object, value: str) -> None:
@@ -117,26 +145,110 @@ def test_the_template_of_a_folder(folder: Path) -> None:
         Turn("user", "so", False),
         Turn("assistant", "ok", True),
     )
-    example = chat.encode(row)
+    example = chat.encode(Row(row))
     text = chat.tokenizer.text
     assert "".join(text([int(t)]) or "$" for t in example.tokens) == "[user]hi$[assistant]yo$[user]so$[assistant]ok$"
     kept = example.tokens[example.is_trained.astype(bool)]
     assert "".join(text([int(t)]) or "$" for t in kept) == "yo$ok$"
-    assert "".join(text([t]) or "$" for t in chat.prompt(row[:1])) == "[user]hi$[assistant]"
+    assert "".join(text([t]) or "$" for t in chat.prompt(Row(row[:1]))) == "[user]hi$[assistant]"
     assert chat.tokenizer.end_token == 0
+    assert chat.end_tokens() == {0}
+
+
+def test_the_token_after_an_answer_is_an_end_token(folder: Path, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    with_template(folder, tmp_path, TEMPLATE.replace("<e>", "\n<im>\n"))
+    made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    made.add_special_tokens(["<im>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert open_chat_tokenizer(str(tmp_path)).end_tokens() == {0, made.token_to_id("<im>")}
+    assert with_template(folder, tmp_path, TEMPLATE.replace("<e>", " ")).end_tokens() == {0}
+
+
+def with_bos(folder: Path, path: Path) -> None:
+    """The tokenizer folder, with a post-processor that puts <e> around a text, and BOS in its template."""
+    tokenizers = pytest.importorskip("tokenizers")
+    with_template(folder, path, "{{ bos_token }}" + TEMPLATE)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": "<e>"}))
+    made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<e> $A <e>", pair="$A $B", special_tokens=[("<e>", 0)]
+    )
+    made.save(str(path / "tokenizer.json"))
+
+
+def test_documents_and_rows_begin_once_with_bos(folder: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    with_bos(folder, tmp_path)
+    chat, own = open_chat_tokenizer(str(tmp_path)), open_tokenizer(str(tmp_path))
+    plain = PlainChat(own)
+    assert own.begin_tokens == (0,)
+    assert open_tokenizer(str(folder)).begin_tokens == ()
+    of_transformers = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    assert own.encode([b"ab", b"<e>c"]).tolist() == [
+        *of_transformers("ab")["input_ids"],
+        *of_transformers("c")["input_ids"],
+    ]
+    assert len(own.ids("ab")) == 2
+
+    def text(one: Any, row: Any) -> str:
+        example = one.encode(row_of(row, "line 1"))
+        found = "".join(own.text([int(t)]) or "$" for t in example.tokens)
+        assert "".join(found[at] for at in np.flatnonzero(example.is_trained)) == ("yz$" if "prompt" in row else "yo$")
+        return found
+
+    assert text(chat, CHAT) == "$[user]hi$[assistant]yo$"
+    assert text(chat, ROWS[2]) == text(plain, ROWS[2]) == "$xyz$"
+    assert text(plain, {"prompt": "<e>x", "completion": "yz"}) == "$xyz$"
+    assert chat.prompt(Row((Turn("", "x", False),))) == [0, *own.ids("x")]
+    assert len(chat.prompt(Row((Turn("user", "hi", False),)))) == len("$[user]hi$[assistant]")
 
 
 def test_a_template_that_changes_earlier_messages_is_rejected(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_text((folder / name).read_text())
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    last_only = "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": last_only}))
+    last_only = with_template(folder, tmp_path, "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}")
     with rejects("D073", str(tmp_path)):
-        open_chat_tokenizer(str(tmp_path)).encode((Turn("assistant", "a", True), Turn("assistant", "b", True)))
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({**config, "chat_template": "{{ raise_exception('no') }}"})
-    )
+        last_only.encode(Row((Turn("assistant", "a", True), Turn("assistant", "b", True))))
     with rejects("D072", "no"):
-        open_chat_tokenizer(str(tmp_path)).encode((Turn("assistant", "a", True),))
+        with_template(folder, tmp_path, "{{ raise_exception('no') }}").encode(Row((Turn("assistant", "a", True),)))
+
+
+TOOL_TEMPLATE = """{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for m in messages %}[{{ m.role }}]\
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}[{{ c.name }} {{ c.arguments.x }}]{% endfor %}<e>{% endfor %}\
+{% if add_generation_prompt %}[assistant]{% endif %}"""
+CALL = {"name": "f", "arguments": '{"x": "a"}'}
+CALLING = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+TOOLS = {"messages": [*CALLING, {"role": "tool", "content": "b"}, {"role": "assistant", "content": "ok"}]}
+TOOLS |= {"tools": [{"name": "f"}]}  # type: ignore[dict-item]
+
+
+def with_template(folder: Path, path: Path, template: str) -> Any:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    return open_chat_tokenizer(str(path))
+
+
+def test_tools_and_their_calls_reach_the_template(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    chat = with_template(folder, tmp_path, TOOL_TEMPLATE)
+    example = chat.encode(row_of(TOOLS, "line 1"))
+    text = ["".join(chat.tokenizer.text([int(t)]) or "$") for t in example.tokens]
+    assert "".join(text) == "[f][user]hi$[assistant][f a]$[tool]b$[assistant]ok$"
+    assert "".join(np.array(text)[example.is_trained.astype(bool)]) == "[f a]$ok$"
+
+
+@pytest.mark.parametrize(
+    ("template", "key"),
+    [
+        (TOOL_TEMPLATE.replace("m.tool_calls", "none"), "'tool_calls'"),
+        (TOOL_TEMPLATE.replace("in tools", "in none"), "'tools'"),
+        (TOOL_TEMPLATE.replace("m.content or ''", "m.content"), "'content'"),
+    ],
+)
+def test_a_template_that_leaves_out_a_key_is_rejected(folder: Path, tmp_path: Path, template: str, key: str) -> None:
+    pytest.importorskip("transformers")
+    with rejects("D100", key, "line 1"):
+        with_template(folder, tmp_path, template).encode(row_of(TOOLS, "line 1"))

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
+import transformers
+
 from shoal.models.huggingface import written_out
 from shoal.models.huggingface.fast import swap_layers
 from shoal.models.huggingface.fast.attention import swap_attention
@@ -130,6 +132,27 @@ def test_what_computes_something_else_stays() -> None:
     assert not swap_attention(huggingface.build("gpt-oss").model.layers[0].self_attn)  # it passes a tensor: its sinks
 
 
+def test_a_limit_that_small_numbers_do_not_reach_is_found() -> None:
+    """OLMo clamps queries, keys and values."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for limit, is_known in ((None, True), (12.0, False), (4000.0, False)):
+        config = transformers.OlmoConfig(vocab_size=32, clip_qkv=limit, **sizes)
+        assert swap_attention(transformers.OlmoForCausalLM(config).model.layers[0].self_attn) is is_known
+
+    class Limited(nn.Module):
+        def __init__(self, limit: float) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+            self.limit = limit
+
+        def forward(self, x: Tensor) -> Tensor:
+            up = self.up_proj(x).clamp(-self.limit, self.limit)
+            return self.down_proj(nn.functional.silu(self.gate_proj(x)) * up)
+
+    assert swap_feed_forward(Limited(float("inf")))
+    assert not swap_feed_forward(Limited(10.0))
+
+
 def test_angles_stay_wide() -> None:
     model: Any = huggingface.build("llama")
     swap_layers(model, describe(model).blocks)
@@ -160,6 +183,44 @@ def test_a_run_has_the_loss_of_the_model_itself(kind: str, fused_loss: bool | No
             optimizer.zero_grad()
     for name, weight in plain.named_parameters():
         assert_same(weights[name], weight.detach(), name)
+
+
+@pytest.mark.parametrize("kind", ["opt", "bart decoder"])
+def test_padding_reaches_attention_where_the_head_calls_the_decoder_itself(kind: str) -> None:
+    """Left of the tokens, where causality does not hide it."""
+    model = LEFT_PADDED[kind]().double()
+    tokens = torch.randint(3, 32, (4, 8), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(8) >= torch.arange(4)[:, None]).long()
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+    expected, gradients = loss_and_gradients(copy.deepcopy(model), batch)
+    with keeping_float64("fp64", is_foreign=True), Run("fp64 mb=4", fused_layers=True, device="cpu") as run:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        before = run.weights()
+        assert_same(run.step(batch).detach(), expected, "loss")
+        after = run.weights()
+    for name, gradient in gradients.items():  # that of a bias of keys is zero
+        assert float((before[name] - after[name] - gradient).norm()) <= 1e-12 * (1 + float(gradient.norm())), name
+
+
+def opt() -> Any:
+    sizes = {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 16, "num_hidden_layers": 2}
+    return transformers.OPTForCausalLM(
+        transformers.OPTConfig(vocab_size=32, num_attention_heads=2, max_position_embeddings=32, dropout=0.0, **sizes)
+    )
+
+
+def bart_decoder() -> Any:
+    sizes = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    config = transformers.BartConfig(vocab_size=32, max_position_embeddings=32, dropout=0.0, **sizes)
+    config.is_decoder, config.is_encoder_decoder = True, False
+    return transformers.BartForCausalLM(config)
+
+
+LEFT_PADDED = {"opt": opt, "bart decoder": bart_decoder}
+
+
+def test_positions_that_are_counted_from_a_mask_are_not_divided() -> None:
+    assert "counts positions from its attention_mask" in describe(opt()).why_not["cp"]
 
 
 @pytest.mark.parametrize("words", ["recompute=full", wide("recompute=selective"), wide("mb=2")])

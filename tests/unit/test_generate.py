@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 from shoal.cli.generate import _show
-from shoal.train.inference.generate import Sampling, choose, generate
+from shoal.config.recipe import ModelSection
+from shoal.data.sources.chat.open import open_chat_tokenizer
+from shoal.train.inference.end_tokens import end_tokens
+from shoal.train.inference.generate import Continuation, Sampling, choose
+from tests.rejects import rejects
 
 
 def test_greedy_tokens_are_those_of_transformers() -> None:
@@ -16,8 +23,56 @@ def test_greedy_tokens_are_those_of_transformers() -> None:
     model = huggingface.build("llama").eval()
     prompt = [3, 1, 4, 1, 5]
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0, 5:].tolist()
-    found = generate(model, prompt, end_token=-1, max_tokens=6, sampling=Sampling(), name="input_ids")
+    found = Continuation(model, prompt, end_tokens=(), max_tokens=6, sampling=Sampling(), name="input_ids")
     assert list(found) == expected
+    assert found.stopped == "length"
+    ends = Continuation(
+        model, prompt, end_tokens=[40, expected[3]], max_tokens=6, sampling=Sampling(), name="input_ids"
+    )
+    assert list(ends) == expected[: expected.index(expected[3])]
+    assert ends.stopped == "end"
+
+
+SMALL = {"hidden_size": 8, "intermediate_size": 8, "word_embed_proj_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "longest"),
+    [
+        ("GPT2", {"n_positions": 8, "n_embd": 8}, 8),
+        ("Llama", {"max_position_embeddings": 8, **SMALL}, None),
+        pytest.param("OPT", {"max_position_embeddings": 8, "ffn_dim": 8, **SMALL}, 8, marks=pytest.mark.wide),
+        pytest.param("Roberta", {"max_position_embeddings": 8, **SMALL}, 6, marks=pytest.mark.wide),  # pads with 1
+    ],
+)
+def test_a_table_of_positions_ends_a_sequence(kind: str, config: dict[str, int], longest: int | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    few = {"vocab_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "bos_token_id": 0, "eos_token_id": 2}
+    made = getattr(transformers, f"{kind}Config")(**few, **config, is_decoder=True)
+    model = transformers.AutoModelForCausalLM.from_config(made).eval()
+    found = Continuation(model, [3, 2, 5], end_tokens=(), max_tokens=9, sampling=Sampling(), name="input_ids")
+    assert found.longest == longest
+    assert len(list(found)) == (9 if longest is None else longest - 2)  # the last is made of the longest sequence
+    assert found.stopped == ("length" if longest is None else "model length")
+    if longest is not None:
+        with rejects("L021", f"{longest} tokens"):
+            Continuation(model, [2] * (longest + 1), end_tokens=(), max_tokens=9, sampling=Sampling())
+
+
+def test_all_end_tokens_of_a_folder_count_with_its_own_tokenizer(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    for folder in ("model", "other"):
+        (tmp_path / folder).mkdir()
+        made.save(str(tmp_path / folder / "tokenizer.json"))
+        made.add_tokens(["b"])
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 3}))
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 5]}))
+    section = ModelSection(name=f"hf:{tmp_path / 'model'}")
+    for folder, expected in (("model", {1, 3, 4, 5}), ("other", {1})):
+        name = str(tmp_path / folder)
+        assert end_tokens(section, open_chat_tokenizer(name), name) == expected
+    assert end_tokens(section, open_chat_tokenizer("bytes"), "bytes") == {256}
 
 
 def test_draws_follow_temperature_and_top_p() -> None:

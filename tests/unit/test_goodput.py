@@ -66,6 +66,10 @@ def test_every_means_helps() -> None:
     told = " ".join(change.what for change in found)
     for word in ("host memory", "another host", "spare", "half of the time"):
         assert word in told
+    kept = replace(one, has_memory_tier=True)
+    assert simulate(kept).lost["computed again"] < now.lost["computed again"]
+    alone = replace(one, hosts=1, per_host=64, lost_hosts=1.0)  # whose memory is lost with it
+    assert simulate(replace(alone, has_memory_tier=True)).useful == simulate(alone).useful
 
 
 def test_a_run_that_never_fails_needs_nothing() -> None:

@@ -141,3 +141,18 @@ def test_the_small_copy_of_verify_has_lora_too() -> None:
 def test_a_second_call_is_rejected() -> None:
     with rejects("L002", "Llama"):
         shoal.lora(shoal.lora(llama()))
+
+
+def test_a_classifier_keeps_no_random_head() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 11,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**sizes))
+    for targets in ("all-linear", ["q_proj"]):
+        with rejects("L008", "LlamaForSequenceClassification"):
+            shoal.lora(model, rank=2, targets=targets)

@@ -21,6 +21,7 @@ from shoal.data.sources.digest import Tokens
 from shoal.data.sources.open import open_datasets
 from shoal.data.sources.packing import PackedTokens
 from shoal.data.sources.parquet import read
+from shoal.data.sources.tokenizer import HuggingFaceTokenizer
 from shoal.errors import to_install
 from tests.rejects import rejects
 
@@ -100,6 +101,19 @@ def test_another_tokenizer_under_the_same_path_is_seen(tmp_path: Path) -> None:
         batch = opened(file, tokenizer=str(tmp_path / "tokenizer.json"))[0].batch(np.arange(2))
         found.append(batch["tokens"].tolist())
     assert found == [[[0, 1, 0, 1], [0, 1, 2, 0]], [[1, 0, 1, 0], [1, 0, 2, 1]]]
+
+
+def test_tokens_without_a_beginning_are_not_used_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra hf")
+    file = write(tmp_path / "a.parquet", {"text": ["a b"] * 9})
+    words = {"a": 0, "b": 1, "</s>": 2, "<s>": 3}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    settings: dict[str, Any] = {"tokenizer": str(tmp_path / "tokenizer.json")}
+    before = Fingerprint.of(*opened(file, **settings))
+    monkeypatch.setattr(HuggingFaceTokenizer, "_begin_tokens", lambda *_: (3,))  # of the same files
+    after, _ = opened(file, **settings)
+    assert after.batch(np.arange(1))["tokens"].tolist() == [[3, 0, 2, 3]]
+    assert Fingerprint.of(after, after).difference(before.to_mapping())
 
 
 def test_an_incomplete_cache_is_written_again(tmp_path: Path, cache: Path) -> None:

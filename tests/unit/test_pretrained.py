@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from shoal.checkpoint.formats.lazy_tensor import LazyTensor
 from shoal.config.pretrained_folder import folder_of
 from shoal.config.recipe import ModelSection, Recipe
 from shoal.numerics.init import initialise, materialise
+from shoal.predict.presets.models import find_model
 from shoal.train.build_model import build_for_layout, build_model, without_memory
 from shoal.train.recipe.saving.start_weights import check_weights, foreign_tensors
 from tests.cover import wide
 from tests.rejects import rejects
 
 pytest.importorskip("transformers")
+import transformers
+
 from shoal.models.huggingface.pretrained.conversion import full, to_files
 from shoal.models.huggingface.pretrained.weights import weights_of
 from tests import huggingface
@@ -165,3 +169,39 @@ def test_a_run_of_shoals_llama_starts_from_a_folder(tmp_path: Path) -> None:
     wrong = without_memory(lambda: build_model(ModelSection(name="llama", **sizes | {"num_layers": 3})))
     assert wrong is not None
     assert [problem.code for problem in check_weights(recipe, wrong)] == ["C011"]
+
+
+def test_values_that_the_class_computes_follow_settings(tmp_path: Path) -> None:
+    """head_dim is hidden_size / heads, unless the file says it."""
+    saved(tmp_path, "llama")
+    path = tmp_path / "config.json"
+    said = {key: value for key, value in json.loads(path.read_text()).items() if key != "head_dim"}
+    path.write_text(json.dumps(said))
+    model = on_meta(tmp_path, hidden_size=2 * said["hidden_size"], init="random")
+    assert model.config.head_dim == 2 * said["hidden_size"] // said["num_attention_heads"]
+    assert model.model.layers[0].self_attn.q_proj.weight.shape[0] == 2 * said["hidden_size"]
+
+
+def test_a_tied_pair_with_two_values_is_rejected(tmp_path: Path) -> None:
+    """transformers keeps both; the head would be lost."""
+    saved(tmp_path, "llama")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    with rejects("M075", "lm_head.weight", "model.embed_tokens.weight"):
+        weights_of(on_meta(tmp_path), tmp_path)
+
+
+def test_a_config_with_an_infinite_number_is_read(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 8}
+    config = transformers.Mamba2Config(**sizes, state_size=8, n_groups=1, chunk_size=8)
+    transformers.Mamba2ForCausalLM(config).save_pretrained(tmp_path)
+    assert on_meta(tmp_path).config.time_step_limit[1] == float("inf")
+    with rejects("Q022", "state_size"):
+        find_model(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_models_that_predict_no_next_token_are_rejected(tmp_path: Path, kind: str) -> None:
+    saved(tmp_path, kind)
+    with rejects("M079", str(tmp_path)):
+        on_meta(tmp_path)

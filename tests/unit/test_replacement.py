@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,7 @@ from shoal.errors import RunFailed
 from shoal.launch import replacement as module
 from shoal.launch.failure import Failure
 from shoal.launch.replacement import Replacement
+from shoal.launch.worker_group import WorkerGroup
 
 RANKS = range(3)
 LOST = Failure(code="N024", rank=1, at=0.0, what="was killed", is_sudden=True, may_pass=True, is_lost=True)
@@ -91,3 +95,15 @@ def test_a_rank_that_does_not_leave_is_ended_once(three: Three, monkeypatch: pyt
     assert three.replacement.ranks_to_end(RANKS) == []
     assert three.replacement.look(RANKS) == "the ranks had not come together after 0 s"
     assert "replacing ranks 1 and 2; all ranks continue" in three.said[0]
+
+
+def test_a_signal_while_a_hung_rank_is_ended_leaves_the_others_all_of_their_time(tmp_path: Path) -> None:
+    hung = Failure(code="N024", rank=1, at=0.0, what="hangs", is_sudden=True, may_pass=True)
+    soon = time.monotonic() + 5
+    ending = WorkerGroup(directory=tmp_path, grace=5, grace_period=30, deadline=soon, fenced={1: hung})
+    ending._pass_on(signal.SIGTERM)
+    assert ending.deadline is not None
+    assert ending.deadline > soon + 20
+    failed = WorkerGroup(directory=tmp_path, grace=5, grace_period=30, deadline=soon, cause=hung)
+    failed._pass_on(signal.SIGTERM)
+    assert failed.deadline == soon

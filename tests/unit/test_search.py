@@ -12,8 +12,8 @@ import pytest
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules.generate import check_schedule
 from shoal.blueprint.validation.pipeline import SPLIT_BACKWARD
-from shoal.planner.alternatives import alternatives
 from shoal.planner.candidates import check_candidate
+from shoal.planner.changes.alternatives import alternatives
 from shoal.planner.explain import laws, moves, rules_of_thumb, scaling
 from shoal.planner.search import EQUAL, SearchResult, search
 from shoal.planner.suggestions import reject_contradictions, smallest_changes

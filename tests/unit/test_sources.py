@@ -290,6 +290,8 @@ def test_tokenizer(tmp_path: Path) -> None:
     words = tokenizers.models.WordLevel({"the": 0, "cat": 1, "sat": 2, "</s>": 3}, unk_token="the")
     tokenizer = tokenizers.Tokenizer(words)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "broken.json").write_text("{}")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "the cat sat"}) + "\n" for _ in range(3)))

@@ -128,6 +128,15 @@ def test_a_paused_run_is_left_alone() -> None:
     assert verdict(dict.fromkeys(range(4), behind(still=100.0)), states, LIMITS) is None
 
 
+def test_all_ranks_of_a_host_are_stopped_while_other_hosts_wait() -> None:
+    readings, stopped = dict.fromkeys(range(2), behind(still=100.0)), ProcessState(letter="T", stopped=2.0)
+    found = verdict(readings, {0: stopped, 1: stopped}, LIMITS, has_other_hosts=True)
+    assert found is not None
+    assert (found.kind, found.rank, found.is_final) == ("stopped", 0, True)
+    assert "while ranks of other hosts waited" in problem_of(found, num_ranks=4, timeout=60.0).what
+    assert verdict(readings, {0: stopped, 1: RUNS}, LIMITS, has_other_hosts=True) is None  # it may have work to do
+
+
 @pytest.mark.parametrize(
     ("odd", "call"),
     [

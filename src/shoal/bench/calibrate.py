@@ -136,10 +136,17 @@ def calibrate(
 
 
 def measure(
-    placement: Placement | None, store: dist.Store | None, device: str, seconds: float, quiet: bool, began: float
+    placement: Placement | None,
+    store: dist.Store | None,
+    device: str,
+    seconds: float,
+    quiet: bool,
+    began: float,
+    threads: int | None = None,
 ) -> Readings:
-    """Measure as one rank; every rank returns the same. The time counts from the start of the ranks."""
-    with World.start(placement, device=device, store=store) as world, warnings.catch_warnings():
+    """Measure as one rank; every rank returns the same. The time counts from the start of the ranks. `threads` None: an
+    even share of the cores."""
+    with World.start(placement, device=device, store=store, threads=threads) as world, warnings.catch_warnings():
         silence_matmul_warning(world.device)
         is_cuda = world.device.type == "cuda"
         context = 0.0 if is_cuda else _resident_after_a_step(world)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import secrets
 import shutil
 import statistics
 import tempfile
@@ -91,7 +90,7 @@ def _not_allowed() -> dict[str, str]:
 def run_chaos(request: Request, screen: Screen) -> Report:
     """Run the drill and the undisturbed run. All that they have made is removed, also after Ctrl-C."""
     become_subreaper()
-    name = f"shoal-chaos-{secrets.token_hex(3)}"
+    name = f"shoal-chaos-{os.getpid()}"
     try:
         with _folder(request.folder, name) as folder, hosts(request.hosts, name) as network:
             recipe = folder / "recipe.yaml"

@@ -18,6 +18,7 @@ from shoal.chaos.api import Request, left_out_here, run_chaos
 from shoal.chaos.drill import Screen
 from shoal.chaos.kinds import KINDS
 from shoal.cli.overrides import parse
+from shoal.cli.process import signals_as_exceptions
 from shoal.cli.reports.console import WIDTH, show
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, listed, nearest
@@ -115,7 +116,8 @@ def _run(options: Chaos, recipe: Recipe, *, is_tiny: bool) -> int:
         return 0
     for each in request.schedule():
         print(f"  {each}", file=sys.stderr)
-    report = run_chaos(request, _screen())
+    with signals_as_exceptions():
+        report = run_chaos(request, _screen())
     if options.json:
         print(json.dumps(report.to_mapping()))
     else:

@@ -17,7 +17,7 @@ from shoal.config.recipe import DataSection
 from shoal.errors import Problem, ShoalError, raise_if
 
 if TYPE_CHECKING:
-    from shoal.data.sources.tokenizer import Tokenizer
+    from shoal.data.sources.chat.encode import ChatTokenizer
     from shoal.train.inference.trained_model import TrainedModel
 
 
@@ -67,21 +67,24 @@ def main(arguments: Sequence[str]) -> int:
     """Print the continuation."""
     options = parse_options(Generate, arguments, prog="shoal generate")
     raise_if(_problems(options))
-    from shoal.train.inference.generate import Sampling, generate
+    from shoal.train.inference.end_tokens import end_tokens
+    from shoal.train.inference.generate import Continuation, Sampling
     from shoal.train.inference.trained_model import trained_model
 
     trained = trained_model(options.directory, options.step)
-    prompt, tokenizer = _tokens(options, trained)
+    prompt, chat, name = _tokens(options, trained)
+    tokenizer = chat.tokenizer
     made: list[int] = []
     shown = ""
     sampling = Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed)
-    for token in generate(
+    continuation = Continuation(
         trained.model.to(options.device),
         prompt,
-        end_token=tokenizer.end_token,
+        end_tokens=end_tokens(trained.recipe.model, chat, name),
         max_tokens=options.max_tokens,
         sampling=sampling,
-    ):
+    )
+    for token in continuation:
         made.append(token)
         if not options.json:
             shown += _show(tokenizer.text(made), shown)
@@ -91,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
         "prompt": options.prompt,
         "text": text,
         "tokens": made,
-        "stopped": "length" if len(made) == options.max_tokens else "end",
+        "stopped": continuation.stopped,
     }
     rest = text.removeprefix(shown) if text.startswith(shown) else f"\n{text}"  # a later token may change earlier text
     sys.stdout.write(f"{json.dumps(result) if options.json else rest}\n")
@@ -115,10 +118,10 @@ def _problems(options: Generate) -> Iterator[Problem]:
         yield Problem("L021", f"--top-p must be greater than 0 and at most 1, got {options.top_p}", "--top-p 0.9")
 
 
-def _tokens(options: Generate, trained: TrainedModel) -> tuple[list[int], Tokenizer]:
-    """The tokens of the prompt, as the run's data would have them, and the tokenizer."""
-    from shoal.data.sources.chat.encode import open_chat_tokenizer
-    from shoal.data.sources.chat.rows import Turn
+def _tokens(options: Generate, trained: TrainedModel) -> tuple[list[int], ChatTokenizer, str]:
+    """The tokens of the prompt, as the run's data would have them, the tokenizer and its path."""
+    from shoal.data.sources.chat.open import open_chat_tokenizer
+    from shoal.data.sources.chat.turns import Row, Turn
 
     data = trained.recipe.data
     name = options.tokenizer or data.tokenizer
@@ -132,11 +135,10 @@ def _tokens(options: Generate, trained: TrainedModel) -> tuple[list[int], Tokeni
         )
     chat = open_chat_tokenizer(name)
     role = "user" if is_of_conversations(data) and not options.raw else ""
-    turn = (Turn(role, options.prompt, is_trained=False),)
-    tokens = chat.prompt(turn)
+    tokens = chat.prompt(Row((Turn(role, options.prompt, is_trained=False),), where="--prompt"))
     if not tokens:
         raise ShoalError("--prompt must have at least one token, got none", fix='--prompt "The"', code="L021")
-    return tokens, chat.tokenizer
+    return tokens, chat, name
 
 
 def is_of_conversations(data: DataSection) -> bool:

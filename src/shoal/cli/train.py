@@ -19,7 +19,7 @@ from shoal.cli.overrides import parse
 from shoal.cli.process import ended_by_interrupt, signals_as_exceptions, without_garbage_collection
 from shoal.cli.reports.train_summary import show_summary
 from shoal.comm.rendezvous.environment import Placement, read_environment
-from shoal.config.checks.memory import check_memory, has_no_accelerator, host_memory
+from shoal.config.checks.memory import has_no_accelerator
 from shoal.config.checks.settings import check_incomplete
 from shoal.config.load import RecipeReading
 from shoal.config.recipe import Recipe
@@ -94,7 +94,7 @@ def as_verb() -> TrainVerb:
     from shoal.cli.agent.prepare import TrainVerb
 
     parse_words = partial(parse, Train, prog="shoal train")
-    return TrainVerb(parse=parse_words, checked_job=_checked_job, write_result=_write_result)
+    return TrainVerb(parse=parse_words, checked_job=checked_job, write_result=_write_result)
 
 
 def _train_on_hosts(
@@ -120,7 +120,7 @@ def _train(options: Train, reading: RecipeReading, start_time: float, out: TextI
     for note in reading.notes if is_main else ():
         print(f"shoal: {note}", file=sys.stderr)
     try:
-        job = _checked_job(options, reading, placement)
+        job = checked_job(options, reading, placement)
     except ShoalError as error:
         if placement is None or placement.local_rank == 0:
             raise
@@ -139,7 +139,7 @@ def _train(options: Train, reading: RecipeReading, start_time: float, out: TextI
                 dry_run(job, options.resume)
             show_dry_run(job.recipe, predict_step(job.recipe), as_json=options.json, out=out)
         return 0
-    summary = _run(job, options, placement, world_size, start_time)
+    summary = run_job(job, options, placement, world_size, start_time)
     is_written = _write_result(job, summary) if is_main else True
     if is_main:
         show_summary(summary, as_json=options.json, out=out)
@@ -163,11 +163,17 @@ def _exit_code(summary: dict[str, Any], *, is_written: bool, is_main: bool) -> i
     return 130 if summary["was_stopped"] else 0
 
 
-def _checked_job(options: Train, reading: RecipeReading, placement: Placement | None) -> Job:
-    """The job of a command without problems; else raise all of them."""
+def checked_job(
+    options: Train,
+    reading: RecipeReading,
+    placement: Placement | None,
+    *,
+    change: Callable[[Recipe], Recipe] = lambda recipe: recipe,
+) -> Job:
+    """The job of a command without problems; else raise all of them. `change` is applied to the recipe first."""
     reading = reading.with_problems([*_check_resume(options.resume), *_check_hosts(options)])
     recipe = reading.complete(lambda each: check_incomplete(each, _known_ranks(each, placement)))
-    found = _checked(options, placement, recipe)
+    found = _checked(options, placement, change(recipe))
     raise_if(found.problems)
     if found.chosen is not None and not options.json and (placement is None or placement.rank == 0):
         _print_choice(found.chosen)
@@ -232,6 +238,7 @@ def _check_hosts(options: Train) -> Iterator[Problem]:
 
 def _import_torch(recipe: Recipe) -> None:
     """Import torch and all that workers need, once, in the process that the workers are forked from."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes two lines to stderr, and reads this once
     with ended_by_interrupt(), without_garbage_collection():
         if not recipe.run.compile:
             from shoal.numerics import lazy_dynamo
@@ -243,20 +250,11 @@ def _import_torch(recipe: Recipe) -> None:
 
 def _check_size(options: Train, ranks: int, recipe: Recipe, model: nn.Module) -> list[Problem]:
     """Find a model that does not fit the memory of this machine, or of its GPUs with one rank each."""
-    import torch
-
-    from shoal.numerics.optim.groups import moments_of
-    from shoal.train.build_model import describe
+    from shoal.train.recipe.memory.fits import check_fits
 
     if options.overcommit:
         return []
-    on_gpu = recipe.launch.device != "cpu" and torch.cuda.is_available() and recipe.plan.offload == "none"
-    devices = range(min(ranks, torch.cuda.device_count()) if on_gpu else 0)
-    memory = sum(torch.cuda.get_device_properties(n).total_memory for n in devices) if on_gpu else host_memory()
-    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    frozen = sum(each.numel() for each in model.parameters()) - trained
-    moments = moments_of(recipe.optim.name, model, describe(model).blocks)
-    problems = check_memory(recipe, recipe.plan, trained, frozen=frozen, ranks=ranks, memory=memory, moments=moments)
+    problems = list(check_fits(ranks)(recipe, model))
     if not options.dry_run:
         return problems
     for problem in problems:
@@ -264,12 +262,20 @@ def _check_size(options: Train, ranks: int, recipe: Recipe, model: nn.Module) ->
     return []
 
 
-def _run(job: Job, options: Train, placement: Placement | None, world_size: int, start_time: float) -> dict[str, Any]:
+def run_job(
+    job: Job,
+    options: Train,
+    placement: Placement | None,
+    world_size: int,
+    start_time: float,
+    *,
+    only_profiles: bool = False,
+) -> dict[str, Any]:
     """Run the job on workers that this process starts, or as one worker of another launcher."""
     from shoal.elastic.memory_tier import memory_tier
     from shoal.elastic.restart import RestartBudget, with_restarts
     from shoal.launch.local import launch
-    from shoal.observe.failure_event import noting_failure
+    from shoal.observe.failure_event import note_failure, noting_failure
     from shoal.train.recipe.invocation import RunInvocation
     from shoal.train.recipe.loop import train
 
@@ -277,7 +283,12 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
     saves = not job.recipe.run.fast_dev_run
     quiet = options.quiet or options.json
     invocation = RunInvocation(
-        save=saves, quiet=quiet, start_time=start_time, resume=options.resume, command=secrets.token_hex(8)
+        save=saves,
+        only_profiles=only_profiles,
+        quiet=quiet,
+        start_time=start_time,
+        resume=options.resume,
+        command=secrets.token_hex(8),
     )
     if placement or world_size == 1:
         generation = placement.generation if placement else 0
@@ -295,7 +306,8 @@ def _run(job: Job, options: Train, placement: Placement | None, world_size: int,
     def say(text: str) -> None:
         print(f"shoal: {text}", file=sys.stderr, flush=True)
 
-    budget = RestartBudget(most=launched.max_restarts if saves else 0, say=say)
+    note = partial(note_failure, job.recipe, invocation.command)
+    budget = RestartBudget(most=launched.max_restarts if saves else 0, say=say, note=note)
 
     with (
         _explaining_memory(job),  # outside of the restarts: workers are forked from a process that has not computed

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from shoal.comm.group_lifetime import is_cut
+from shoal.comm.profile.timer import enter, waiting
 from shoal.errors import LostPeer
 
 ON_EVERY_RANK = "or, in a script, run.save(...) and run.sum(...) on every rank, without `if run.is_main:`"
@@ -40,6 +41,7 @@ class Board:
         self._rows: np.ndarray[Any, np.dtype[np.float64]] = np.memmap(path, np.float64, "r+", shape=(2, size, WIDTH))
         self._rank, self._size, self._timeout = rank, size, timeout
         self._exchange = int(self._rows[:, rank, 0].max())  # continue after an earlier world of this process
+        self._keys: list[str | None] = [None, None]
         self.summed = self._exchange
         """The number of the last exchange that this rank has read."""
 
@@ -58,6 +60,7 @@ class Board:
         row[1 : 1 + len(values)] = values
         row[-1] = _check(self._exchange, row)
         row[0] = self._exchange
+        self._keys[self._exchange % 2] = enter("board")
         return self._exchange
 
     @property
@@ -67,7 +70,8 @@ class Board:
 
     def sum(self, exchange: int, num_values: int) -> list[float]:
         """Sum over all ranks, in rank order, so that all have the same bits; wait for ranks that are late."""
-        rows = [self._row(exchange, rank)[1 : 1 + num_values] for rank in range(self._size)]
+        with waiting("world", self._keys[exchange % 2]):
+            rows = [self._row(exchange, rank)[1 : 1 + num_values] for rank in range(self._size)]
         self.summed = exchange
         return np.sum(rows, axis=0).tolist()  # type: ignore[no-any-return]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from pathlib import Path
 
 from shoal.errors import ShoalError, needs
@@ -48,6 +49,7 @@ def _snapshot(name: str, files: list[str]) -> Path:
         try:
             return Path(hub.snapshot_download(name, allow_patterns=files, local_files_only=True))
         except hub.errors.LocalEntryNotFoundError:
+            print(f"shoal: {name!r} is no folder here; asking the Hugging Face hub", file=sys.stderr)
             return Path(hub.snapshot_download(name, allow_patterns=files))
     except Exception as error:  # of the network, the hub or the name: dozens of classes
         reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__

@@ -316,6 +316,10 @@ class RunSection(Section):
     """The interval between steps in which each rank computes the gradients of another rank, too: `100step`. A rank that
     computes wrong is named. It costs a forward and a backward. For replicas on one rank each. 0step: never."""
 
+    profile: DurationField = Duration(0, "step")
+    """How many steps to time by part, after the first three: `5step`. profile.json and trace.json get the parts, and
+    the run prints a verdict. `shoal profile` is the same for a short run. 0step: none."""
+
     deterministic: bool = False
     """True: bitwise reproducible on the same layout, also on CUDA. Slower there."""
 

@@ -14,7 +14,7 @@ FREE = (
     *("run.dir", "run.start_from", "run.overwrite", "run.name", "run.duration", "run.log_every", "run.evaluate_every"),
     *("run.per_rank_metrics", "run.trackers", "run.on_nan", "run.deterministic", "run.fast_dev_run", "run.bucket_mb"),
     *("run.planned", "run.find_unused_parameters", "run.compile", "run.attention", "run.loss", "run.recompute_swiglu"),
-    *("run.check_replicas", "run.check_compute", "run.fused_layers"),
+    *("run.check_replicas", "run.check_compute", "run.fused_layers", "run.profile"),
 )
 """Prefixes of keys that may change: they decide where and how a run computes, not its numbers.
 

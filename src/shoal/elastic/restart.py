@@ -50,6 +50,8 @@ class RestartBudget:
 
     most: int
     say: Callable[[str], None]
+    note: Callable[[RunFailed], None] = lambda error: None
+    """Called with a failure after which one worker is replaced: the launch itself does not fail."""
     generation: int = 0
     """The number of restarts so far."""
     _used: int = 0
@@ -74,6 +76,11 @@ class RestartBudget:
         self._used, self._cause = self._used + (not is_same), cause
         self.generation += 1
         return True
+
+    def report_replacement(self, error: RunFailed, ranks: str) -> None:
+        """Report and note a failure after which some ranks are replaced."""
+        self.note(error)
+        self.report(error, f"replacing {ranks}; all ranks continue")
 
     def report(self, error: RunFailed, what: str) -> None:
         """Report the failure and `what` is done after it."""

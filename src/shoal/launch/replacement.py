@@ -42,8 +42,8 @@ class Budget(Protocol):
     def take(self, error: RunFailed) -> bool:
         """Whether there is another restart; counts it."""
 
-    def report(self, error: RunFailed, what: str) -> None:
-        """Report the failure and what is done after it."""
+    def report_replacement(self, error: RunFailed, ranks: str) -> None:
+        """Report and note a failure after which some ranks are replaced."""
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class Replacement:
         error, self._describe = self._describe(), None
         if isinstance(error, RunFailed):
             ranks = listed(sorted({self.lost.rank, *self.late})).replace(" or ", " and ")
-            self.budget.report(error, f"replacing rank{'s' if self.late else ''} {ranks}; all ranks continue")
+            self.budget.report_replacement(error, f"rank{'s' if self.late else ''} {ranks}")
 
     @property
     def is_joining(self) -> bool:

@@ -330,14 +330,14 @@ class WorkerGroup:
             self._signal_all(signal.SIGKILL)
             return
         self.passed_on = number
-        self.deadline = min(self.deadline or float("inf"), time.monotonic() + self.grace_period)
+        known = self.deadline if self.cause is not None else None  # else it is that of a hung rank alone
+        self.deadline = min(known or float("inf"), time.monotonic() + self.grace_period)
         self._signal_all(number)
 
     def _report_killed(self) -> None:
-        if self.passed_on is None or self.is_reported or not self.running:
-            return
-        self.is_reported = True
-        _print_killed(sorted(self.running.values()), self.passed_on, self.grace_period)
+        if self.passed_on is not None and self.running and not self.is_reported:
+            self.is_reported = True
+            _print_killed(sorted(self.running.values()), self.passed_on, self.grace_period)
 
     def _signal_all(self, number: int) -> None:
         """Signal the workers only, which end their own helpers; SIGKILL also goes to all that they started."""

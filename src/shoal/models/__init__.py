@@ -20,6 +20,9 @@ EXPORTERS = {"hf:": "shoal.models.huggingface.pretrained.export:for_export"}
 TOKENIZERS = {"hf:": "shoal.models.huggingface.pretrained.folder:tokenizer_of"}
 """First letters of a name → a function from the model section to its tokenizer.json; None: it has none."""
 
+END_TOKENS = {"hf:": "shoal.models.huggingface.pretrained.folder:end_tokens_of"}
+"""First letters of a name → a function from the model section to the tokens that end a text, by its own tokenizer."""
+
 SMALLER = {"llama": "shoal.models.llama_config:smaller", "moe": "shoal.models.moe_config:smaller"}
 """Model → a function from its arguments to those of a small copy with the same structure, for `shoal verify`."""
 

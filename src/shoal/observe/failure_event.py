@@ -16,6 +16,11 @@ def noting_failure(recipe: Recipe, command: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (path := directory_of_command(recipe, command)) is not None:
-            append_failure(path, error)
+        note_failure(recipe, command, error)
         raise
+
+
+def note_failure(recipe: Recipe, command: str, error: Exception) -> None:
+    """Note a failure after which the command may continue."""
+    if (path := directory_of_command(recipe, command)) is not None:
+        append_failure(path, error)

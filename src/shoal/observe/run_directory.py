@@ -43,7 +43,7 @@ from shoal.version import __version__
 # environment.json is removed last: while it exists, an interrupted removal differs from a user's own folder.
 _WRITTEN = (
     *("recipe.yaml", "metrics*.jsonl", "summary.json", "events.out.tfevents.*", "wandb", "checkpoints"),
-    *("events.jsonl", "prediction.json", "report.html"),
+    *("events.jsonl", "prediction.json", "report.html", "profile.json", "trace.json"),
     "environment.json",
 )
 

@@ -79,8 +79,9 @@ def policy(scripts: Sequence[str], *, is_live: bool = False) -> str:
     )
 
 
-def page(title: str, body: str, payload: Any, *, scripts: Sequence[str] = CHARTS, is_live: bool = False) -> str:
-    """The whole page, in one file. `scripts`: files of `assets`."""
+def page(title: str, body: str, payload: Any = None, *, scripts: Sequence[str] = CHARTS, is_live: bool = False) -> str:
+    """The whole page, in one file. `scripts`: files of `assets`. A page without a payload has none."""
+    scripts = () if payload is None else scripts
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -90,7 +91,7 @@ def page(title: str, body: str, payload: Any, *, scripts: Sequence[str] = CHARTS
             f'<title>{text(title)}</title><link rel="icon" href="data:,">',
             f"<style>{_asset('uPlot.min.css')}\n{_asset('page.css')}</style></head>",
             f"<body><main>{body}</main>",
-            f'<script type="application/json" id="data">{data(payload)}</script>',
+            *([f'<script type="application/json" id="data">{data(payload)}</script>'] if scripts else []),
             *(f"<script>{_asset(name)}</script>" for name in scripts),
             "</body></html>",
             "",

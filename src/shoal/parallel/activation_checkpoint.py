@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.blueprint.plan import Recompute
+from shoal.comm.profile.timer import recomputing
 from shoal.numerics.ops.attention import is_part_of_attention
 from shoal.parallel.batch_norm import statistics_kept
 
@@ -63,7 +64,19 @@ def recompute(
         options["context_fn"] = functools.partial(_as_then, as_now, selective if how == "selective" else _nothing)
     elif how == "selective":
         options["context_fn"] = selective
-    block.forward = functools.partial(checkpoint, block.forward, **options)
+    forward = block.forward if is_compiled else _timed(block.forward)
+    block.forward = functools.partial(checkpoint, forward, **options)
+
+
+def _timed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward, whose second run a profile shows."""
+
+    @functools.wraps(forward)
+    def call(*arguments: Any, **options: Any) -> Any:
+        with recomputing():
+            return forward(*arguments, **options)
+
+    return call
 
 
 def _as_then(as_now: Callable[[], Any], contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from shoal.blueprint.plan import Plan
 from shoal.config.parse_units import count_of
 from shoal.errors import Problem, ShoalError, nearest, raise_if
-from shoal.planner.alternatives import Rejected, alternatives
+from shoal.planner.changes.alternatives import Rejected, alternatives
 from shoal.planner.commands import commands, remark
 from shoal.planner.explain import Laws, Move, RuleOfThumb, Scale, laws, moves, rules_of_thumb, scaling
 from shoal.planner.faults import Faults, predict_faults, read_times

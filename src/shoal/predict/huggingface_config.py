@@ -31,6 +31,10 @@ LEARNED_POSITIONS = ("gpt2", "opt", "bert", "gpt_neo")
 BIASED = ("gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "bert", "phi", "starcoder2")
 
 
+RECURRENT = ("state_size", "ssm_state_size", "mamba_d_state", "mamba_state_dim", "time_step_rank", "conv_L_cache")
+"""Keys of models whose layers, or some of them, keep a state instead of attending to tokens."""
+
+
 def workload_from_config(path: Path) -> Workload:
     """From the config.json of a model in Hugging Face's form."""
     fix = "the config.json of a Hugging Face model"
@@ -48,6 +52,9 @@ def workload_from_config(path: Path) -> Workload:
 
 def from_hugging_face(config: Mapping[str, Any], *, name: str) -> Workload:
     """From the keys of a config.json; all that are missing are named at once."""
+    if (other := _other_layers(config)) is not None:
+        what = f"the config of {name} has layers that are not attention ({other}), whose time and memory are not known"
+        raise ShoalError(what, fix="file.py:function, which builds the model: it is traced", code="Q022")
     found: dict[str, Any] = {}
     for key, spellings in (*HF_KEYS.items(), *HF_OPTIONAL.items()):
         values = [config[word] for word in spellings if isinstance(config.get(word), int)]
@@ -77,3 +84,12 @@ def from_hugging_face(config: Mapping[str, Any], *, name: str) -> Workload:
         causal=kind != "bert",
         window=int(config.get("sliding_window") or 0) if config.get("use_sliding_window", kind == "mistral") else 0,
     )
+
+
+def _other_layers(config: Mapping[str, Any]) -> str | None:
+    """The key or the value that says so; None: all layers are attention."""
+    kinds = config.get("layer_types")
+    for one in kinds if isinstance(kinds, list) else ():
+        if not str(one).endswith("attention") or str(one).startswith("linear"):
+            return str(one)[:40]
+    return next((key for key in RECURRENT if config.get(key)), None)

@@ -140,12 +140,12 @@ def find_builder(name: str) -> Callable[..., Any]:
     path, colon, function = name.rpartition(":")
     if not colon or not path.endswith(".py"):
         near = nearest(name, builders)
-        raise ShoalError(
-            f"there is no model {name!r}",
-            fix=(f"did you mean {near}? Else " if near else "")
-            + f"--model.name {listed(builders)}, or path/to/file.py:function, or hf:FOLDER",
-            code="M001",
-        )
+        fix = f"--model.name {listed(builders)}, or path/to/file.py:function, or hf:FOLDER"
+        if Path(name, "config.json").is_file():
+            fix = f"--model.name hf:{name}"
+        elif near:
+            fix = f"did you mean {near}? Else {fix}"
+        raise ShoalError(f"there is no model {name!r}", fix=fix, code="M001")
     return _function_of(_load_file(Path(path)), function, name)
 
 

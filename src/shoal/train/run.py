@@ -19,6 +19,7 @@ from torch import Tensor
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.bf16_weights import check_bf16_weights
 from shoal.blueprint.validation.check import check_ranks, check_unread
+from shoal.comm.profile.timer import part, timed_items
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.comm.world import World, reject_spawned_alone, use_device
 from shoal.config.checks.arguments import check_start
@@ -113,13 +114,13 @@ class Run(RunState):
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield this rank's share of each global batch, on the device. All ranks get the same number of batches."""
         if isinstance(loader, ShardedDataLoader):
-            for share in loader.shares():
+            for share in timed_items("data", loader.shares()):
                 step = open_step(self, share.batch, counts=share.counts, offset=share.offset, largest=share.largest)
                 yield step.batch
         else:
             reject_unprepared(loader, self.world.size)
             counted = Counted.of(loader) if isinstance(loader, Loader) and counts_like_data(self) else None
-            for batch in loader:
+            for batch in timed_items("data", loader):
                 yield open_step(self, batch, counted=counted).batch
 
     def step(self, batch: Any, *others: Any) -> Tensor:
@@ -146,10 +147,13 @@ class Run(RunState):
 
     def update(self) -> StepReport:
         """Clip, apply the optimizer and clear the gradients; or skip the update if a gradient is not finite."""
-        report = self.engine.update()
-        if self.policies.step.ema is not None and self.ema is not None:
-            self.ema.update()
+        with part("optimizer"):
+            report = self.engine.update()
+            if self.policies.step.ema is not None and self.ema is not None:
+                self.ema.update()
         self.replica_check.after(self, self.steps_done)
+        if self.after_update is not None:
+            self.after_update()
         return report
 
     # ---- save and load -----------------------------------------------------------------------------------------------
@@ -186,7 +190,7 @@ class Run(RunState):
         keep       how many of the newest steps stay; None: all of them, and two under wait=False
         extra      values of the main rank that `load` puts into `run.extra`: anything that JSON can hold
         """
-        with evaluation_weights(self):
+        with part("save"), evaluation_weights(self):
             save_run(self, directory, wait=wait, keep=keep, extra=extra)
 
     def wait_for_save(self, directory: str | Path) -> None:

@@ -104,6 +104,7 @@ def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
         sync=state.policies.sync,
     )
     state.description = description
+    composed.replicas.keeps_nonfinite = state.updates.keeps_nonfinite
     if composed.reducer is not None:
         composed.reducer.may_be_dropped = state.updates.on_nan == "skip"
     if composed.balance is not None:

@@ -75,6 +75,7 @@ class RunState:
         """Called with its number before the forward of each microbatch; in a pipeline, of each stage of this rank."""
         self.on_gradients: Callable[[], None] | None = None
         """Called when the gradients of a step are whole, before they are clipped."""
+        self.after_update: Callable[[], None] | None = None  # called at the end of every step, by a profile
         self.parallel_model: ParallelModel | None = None
         """None: no model is prepared yet. `composed` raises then."""
         self.description = Description()

@@ -42,8 +42,14 @@ CHANGES = {
     "target_parameters": None,
     "trainable_token_indices": None,
     "lora_bias": False,
+    "use_qalora": False,
+    "alora_invocation_tokens": None,
+    "layer_replication": None,
 }
 """Settings of PEFT that change the formula → the value that they have to have here. Missing ones have it."""
+KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` under which PEFT leaves the base weights as they are. By pissa, olora, corda and loftq
+it subtracts the adapter that it begins with."""
 
 
 def config_of(settings: Mapping[str, Any], base: str | None = None) -> dict[str, Any]:
@@ -97,8 +103,12 @@ def _problems(path: Path, found: Any) -> list[Problem]:
     if not isinstance(found, dict) or found.get("peft_type") != "LORA":
         kind = found.get("peft_type") if isinstance(found, dict) else type(found).__name__
         return [Problem("L012", f"{path} must be of LoRA, got peft_type {kind!r}", "an adapter of type LORA")]
+    problems = []
+    if (start := found.get("init_lora_weights")) not in KEEPS_BASE:
+        what = f"{path} must have an init_lora_weights that leaves the base as it is, got {str(start)[:40]!r}"
+        problems.append(Problem("L012", what, "save it with PEFT's path_initial_model_for_weight_conversion"))
     others = [name for name, value in CHANGES.items() if found.get(name, value) not in (value, None, [], {}, False)]
-    return [
+    return problems + [
         Problem("L012", f"{path} must have {name} {CHANGES[name]!r}, got {found[name]!r}", "merge it with PEFT first")
         for name in others
     ]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from shoal.bench.timings import BUILTIN, CHOICES
 from shoal.blueprint.collectives.algorithms import KINDS, Kind
-from shoal.cli.bench.compress import main as compress_main
+from shoal.cli.bench.common import check_file
 from shoal.cli.options import parse_options
 from shoal.cli.reports import bench as report
 from shoal.cli.reports.console import WIDTH, show
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 DEFAULT_NPROC = 4
 SHORT_SIZE = 2**10
 """Bytes of a message whose time is latency alone."""
-ABOUT = {
-    "comm": "latency and bandwidth of every collective with every algorithm, from 1 KB to 256 MB",
-    "compress": "bytes, step time and loss of a recipe with each gradient compression and local SGD setting",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +71,9 @@ class Comm:
     plot: Path | None = None
     """An SVG file to write a plot of bandwidth over size to."""
 
+    html: Path | None = None
+    """An HTML file to write: one page with the bandwidth over size and the messages of every collective."""
+
     draw: bool = False
     """Draw the messages of each collective and algorithm."""
 
@@ -83,26 +82,8 @@ class Comm:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one benchmark; returns the exit code."""
-    action = arguments[0] if arguments else "--help"
-    if action in ("-h", "--help"):
-        print(_help(), end="")
-        return 0
-    if action == "compress":  # it takes a recipe and its settings
-        return compress_main(arguments[1:])
-    if action not in ACTIONS:
-        near = nearest(action, ABOUT)
-        fix = f"shoal bench {near or ' | '.join(ABOUT)}"
-        raise ShoalError(f"unknown benchmark {action!r}", fix=fix, code="R001")
-    kind, act = ACTIONS[action]
-    prog = f"shoal bench {action}"
-    return act(parse_options(kind, arguments[1:], prog=prog))
-
-
-def _help() -> str:
-    lines = [f"  {name:<8}  {about}" for name, about in ABOUT.items()]
-    usage = "usage: shoal bench BENCHMARK [options]"
-    return "\n".join([usage, "", *lines, "", "`shoal bench BENCHMARK --help` lists the options; all take --json.", ""])
+    """Measure; returns 0."""
+    return _comm(parse_options(Comm, arguments, prog="shoal bench comm"))
 
 
 def _comm(options: Comm) -> int:
@@ -120,6 +101,11 @@ def _comm(options: Comm) -> int:
             options.out.write_text(report.file_text(found, cluster))
         if options.plot is not None:
             options.plot.write_text(report.plot(found))
+        if options.html is not None:
+            from shoal.pages.bench.comm import make_page
+            from shoal.pages.report import write_page
+
+            write_page(options.html, make_page(report.to_mapping(found, cluster, out=options.out, plot=options.plot)))
     if options.json:
         result = report.to_mapping(found, cluster, out=options.out, plot=options.plot)
         if options.draw:
@@ -127,7 +113,8 @@ def _comm(options: Comm) -> int:
         print(json.dumps(result), file=out)
     else:
         show(lambda console: report.render(console, found, cluster, draw=options.draw), out, width=WIDTH)
-        for path, what in ((options.out, f"--cluster {options.out}"), (options.plot, "a plot")):
+        files = ((options.out, f"--cluster {options.out}"), (options.plot, "a plot"), (options.html, "a page"))
+        for path, what in files:
             if path is not None:
                 print(f"wrote {path}: {what}", file=out)
     return 0
@@ -154,8 +141,8 @@ def _checked(options: Comm, place: Placement | None, ranks: int) -> tuple[int, .
         problems.append(Problem("R040", what, f"--algorithms {' '.join((*options.algorithms, BUILTIN))}"))
     if options.backend == "nccl" and options.algorithms != (BUILTIN,):
         problems.append(Problem("R040", "--algorithms must be builtin with --backend nccl", "--algorithms builtin"))
-    for path, ending in ((options.out, ".yaml"), (options.plot, ".svg")):
-        problems += _check_file(path, ending)
+    for path, ending in ((options.out, ".yaml"), (options.plot, ".svg"), (options.html, ".html")):
+        problems += check_file(path, ending)
     raise_if(problems)
     return tuple(sorted(set(sizes)))
 
@@ -198,17 +185,6 @@ def _check_ranks(options: Comm, place: Placement | None, ranks: int) -> list[Pro
     return problems
 
 
-def _check_file(path: Path | None, ending: str) -> list[Problem]:
-    """Find a file that cannot be written, before the measurement takes a minute."""
-    if path is None:
-        return []
-    if path.suffix != ending:
-        return [Problem("R037", f"the file must end in {ending}, got {path}", str(path.with_suffix(ending)))]
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        return [Problem("R037", f"{path} cannot be written", f"a file that ends in {ending}, in an existing folder")]
-    return []
-
-
 def _known_cluster(options: Comm, ranks: int) -> Cluster:
     """The cluster whose devices are combined with the measured links."""
     return parse_cluster(options.cluster or ("here" if is_measured_here() else f"cpu:{ranks}"))
@@ -242,6 +218,3 @@ def _with_links(known: Cluster, found: CommTimings) -> Cluster:
         source=found.sentence(),
         date=found.date,
     )
-
-
-ACTIONS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {"comm": (Comm, _comm)}

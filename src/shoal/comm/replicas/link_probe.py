@@ -13,9 +13,10 @@ from shoal.comm.compression.reduce import Seeds, build_average
 from shoal.comm.replicas.transport import Transport
 from shoal.predict.estimate.replica_sync import Link
 
-SMALL, FIRST, LARGEST = 1024, 256 * 2**10, 64 * 2**20
+SMALL, FIRST, LARGEST = 64, 64 * 2**10, 64 * 2**20
 ENOUGH = 0.3  # seconds of one collective, compared with which latency and noise are small
 SAMPLE = (1024, 1024)  # shape of the gradient that is encoded
+LEAST_ROWS = 16
 
 
 def link_of(transport: Transport) -> Link:
@@ -31,14 +32,19 @@ def link_of(transport: Transport) -> Link:
     return Link(latency, sent / max(took - latency, 1e-9))
 
 
-def codec_seconds(transport: Transport, methods: Iterable[str]) -> dict[str, float]:
-    """Measure, per method, the seconds to encode and decode one number, without communication."""
+def codec_seconds(transport: Transport, methods: Iterable[str], link: Link) -> dict[str, float]:
+    """Measure, per method, the seconds to encode and decode one number, without communication.
+
+    The sample travels, too. Over a slow link it is smaller, so that this takes seconds and not minutes.
+    """
     found: dict[str, float] = {}
+    width = SAMPLE[1]
+    sample = min(SAMPLE[0], max(LEAST_ROWS, int(ENOUGH * link.bandwidth / width))), width
     for method in methods:
         compression = Compression.parse(method)
         average = build_average(compression)
-        bucket = average.new_bucket([SAMPLE], torch.float32, transport.device, [0])
-        x = torch.randn(SAMPLE, device=transport.device).view(-1)
+        bucket = average.new_bucket([sample], torch.float32, transport.device, [0])
+        x = torch.randn(sample, device=transport.device).view(-1)
         took = []
         for trial in range(5):
             own, _ = x.clone(), transport.sent.take()

@@ -17,6 +17,7 @@ def check_durations(recipe: Recipe) -> Iterator[Problem]:
         ("run.evaluate_every", run.evaluate_every, 100),
         ("run.check_replicas", run.check_replicas, 100),
         ("run.check_compute", run.check_compute, 100),
+        ("run.profile", run.profile, 5),
         ("checkpoint.memory_every", checkpoint.memory_every, 1),
     )
     for name, value, steps in in_steps:

@@ -12,8 +12,8 @@ from shoal.config.recipe import DataSection
 from shoal.data.dataset import Dataset, split_last
 from shoal.data.interleave import counts_of
 from shoal.data.mixture import Mixture, Union
-from shoal.data.sources.chat.encode import open_chat_tokenizer
 from shoal.data.sources.chat.examples import Examples
+from shoal.data.sources.chat.open import open_chat_tokenizer
 from shoal.data.sources.chat.rows import is_chat, read_rows
 from shoal.data.sources.digest import Tokens
 from shoal.data.sources.files import existing, kind_of

@@ -1,12 +1,14 @@
 """Tokenize text: by bytes, without a package, or by a Hugging Face tokenizer.json.
 
-Both end every document with an end token, which separates documents in packed samples.
+Both end every document with an end token, which separates documents in packed samples. A document begins with the
+tokens that the tokenizer itself puts before a text: BOS in models such as Llama and Gemma, nothing in most others.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,12 +29,14 @@ class Tokenizer(Protocol):
 
     vocabulary: int
     end_token: int
+    begin_tokens: tuple[int, ...]
+    """Tokens before each document."""
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
-        """All documents one after the other, each followed by the end token."""
+        """All documents one after the other, each after the begin tokens and followed by the end token."""
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text, without an end token."""
+        """The tokens of a text, without those around it."""
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of tokens."""
@@ -43,6 +47,7 @@ class Bytes:
 
     vocabulary = 257
     end_token = 256
+    begin_tokens: tuple[int, ...] = ()
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
         """Copy the bytes side by side."""
@@ -76,10 +81,19 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the package raises bare Exceptions
             what = f"data.tokenizer must be a tokenizer.json, got {file}: {error}"
             raise ShoalError(what, fix="--data.tokenizer PATH/tokenizer.json", code="D020") from error
+        self._tokenizer.no_truncation()  # a file may say both, for batches of another program
+        self._tokenizer.no_padding()
         size = int(self._tokenizer.get_vocab_size())
         known = [self._tokenizer.token_to_id(token) for token in (*_end_tokens_beside(file), *END_TOKENS)]
         self.end_token = next((number for number in known if number is not None), size)
         self.vocabulary = max(size, self.end_token + 1)
+        self.begin_tokens = self._begin_tokens()
+
+    def _begin_tokens(self) -> tuple[int, ...]:
+        """The tokens that the post-processor puts before a text."""
+        whole = self._tokenizer.encode("a", add_special_tokens=True)
+        added = takewhile(lambda pair: pair[1], zip(whole.ids, whole.special_tokens_mask, strict=True))
+        return tuple(token for token, _ in added)
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
         """Encode some documents at a time."""
@@ -88,7 +102,7 @@ class HuggingFaceTokenizer:
             some = documents[start : start + DOCUMENTS_AT_ONCE]
             texts = [document.decode("utf-8", errors="replace") for document in some]
             for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False):
-                parts.append(np.array([*encoding.ids, self.end_token], dtype=np.uint32))
+                parts.append(np.array([*begun(encoding.ids, self.begin_tokens), self.end_token], dtype=np.uint32))
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
 
     def ids(self, text: str) -> list[int]:
@@ -98,6 +112,12 @@ class HuggingFaceTokenizer:
     def text(self, ids: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def begun(tokens: list[int], begin_tokens: tuple[int, ...]) -> list[int]:
+    """Tokens after the begin tokens, which a text may have already."""
+    has_them = tuple(tokens[: len(begin_tokens)]) == begin_tokens
+    return tokens if has_them else [*begin_tokens, *tokens]
 
 
 def _end_tokens_beside(file: Path) -> Iterator[str]:

@@ -22,7 +22,7 @@ from shoal.launch.hosts.etcd.leadership import LostLead
 from shoal.launch.hosts.generation import Generation, Grown, Job, check_shared_folder
 from shoal.launch.hosts.hostlist import HostSpec
 from shoal.launch.hosts.lifetime import forked
-from shoal.launch.hosts.members import Member, Members
+from shoal.launch.hosts.members import TURN, Member, Members
 from shoal.launch.hosts.messages import Message
 from shoal.launch.hosts.ssh import NOBODY, Command, start_agent, why_ended
 from shoal.launch.hosts.store.process import StoreProcess, close_all_but
@@ -32,7 +32,7 @@ SECONDS_TO_NOTE = 8.0
 """Seconds after which hosts that have not joined are named."""
 FENCE = 1.0
 """Seconds after a host is lost before a generation without it starts."""
-SECONDS_TO_GATHER = 2.0
+SECONDS_TO_GATHER = 1.0
 """Seconds in which agents join a coordinator that has taken over, before a generation without the others starts."""
 SETTLE = 0.5
 """Seconds after the first agent that cannot be started in which others may fail, too."""
@@ -104,7 +104,7 @@ class Coordinator:
             self.shares_disk = generation.shares_disk
             members = [[host.name, host.spec.slots] for host in hosts]
             self.state = {"generation": self.number, "hosts": members, "plan": generation.plan, "job": self.job.name}
-            self.store.publish(self.state)
+            self.store.begin(self.job.name, self.number)
             self._record()
             if len(hosts) != self.num_used:
                 plan = Plan.parse(generation.plan).brief()
@@ -187,23 +187,22 @@ class Coordinator:
         self.experienced = {member for member in self.members.members if member.name in dict(state["hosts"])}
         until = time.monotonic() + SECONDS_TO_GATHER
         while time.monotonic() < until and not self.experienced <= set(self.members.usable):
-            self.raise_on_signal()
-            self.members.turn()
+            self._look()
 
     def wait_for_hosts(self, least: int) -> None:
         """Return when every host has joined, or after a restart this many."""
         began = time.monotonic()
-        is_noted = False
+        noted: set[Member] = set()
         while missing := [member for member in self.members.members if member not in self.members.usable]:
             if len(self.members.usable) >= least and len(self.members.members) > least:
                 return
-            self.raise_on_signal()
-            self.members.turn()
+            self._look()
             self._check_commands(missing)
             waited = time.monotonic() - began
-            if (waited > SECONDS_TO_NOTE or self.ssh == NOBODY) and not is_noted:
-                is_noted = True
+            if (waited > SECONDS_TO_NOTE or self.ssh == NOBODY) and not noted.issuperset(missing):
                 self.members.say(self._waiting_for(missing))
+            if waited > SECONDS_TO_NOTE or self.ssh == NOBODY:
+                noted = set(missing)
             if waited > self.timeout:
                 raise self._missing(missing, waited)
 
@@ -243,8 +242,14 @@ class Coordinator:
         """Sleep, and keep the agents' heartbeats going."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            self.raise_on_signal()
-            self.members.turn(min(0.1, max(0.0, until - time.monotonic())))
+            self._look(min(0.1, max(0.0, until - time.monotonic())))
+
+    def _look(self, seconds: float = TURN) -> None:
+        """Wait a moment between generations, and report the hosts that are lost in it."""
+        self.raise_on_signal()
+        for member, event in self.members.turn(seconds):
+            if event["say"] == "lost":
+                self.members.say(f"host {member.name} is lost: {event['why']}")
 
     def raise_on_signal(self) -> None:
         """Raise if a signal has come."""

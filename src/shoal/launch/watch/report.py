@@ -16,7 +16,8 @@ def problem_of(verdict: Verdict, *, num_ranks: int, timeout: float) -> Problem:
     longer = f"--launch.timeout {2 * timeout:g}, if the rank is slow and not stuck"
     match verdict.kind:
         case "stopped":
-            what = f"{rank} was stopped by a signal (SIGSTOP) for {seconds}, while {waiting} waited{at}"
+            who = waiting if verdict.waiting else "ranks of other hosts"
+            what = f"{rank} was stopped by a signal (SIGSTOP) for {seconds}, while {who} waited{at}"
             return Problem("N025", what, "gdb -p PID, in place of kill -STOP, to look at a process")
         case "never_entered":
             what = f"{rank} never entered {verdict.call}; {waits}{where}"

@@ -13,7 +13,7 @@ collective of two. Rows of the table, in this order:
 
 | seen                                                 | verdict                                             |
 |------------------------------------------------------|-----------------------------------------------------|
-| state T                                              | stopped                                             |
+| state T, and another rank waits or is elsewhere      | stopped                                             |
 | two ranks have different calls under one number      | mismatch: the rank in the minority                  |
 | culprit, heartbeat old                               | holds the GIL                                       |
 | culprit, state D                                     | blocked in the kernel                               |
@@ -83,10 +83,14 @@ class Verdict:
 
 
 def verdict(
-    readings: Mapping[int, Reading], states: Mapping[int, ProcessState], thresholds: Thresholds
+    readings: Mapping[int, Reading],
+    states: Mapping[int, ProcessState],
+    thresholds: Thresholds,
+    *,
+    has_other_hosts: bool = False,
 ) -> Verdict | None:
     """The rank that holds up the others; None: no rank does, or it is too early to say."""
-    known = _Known(readings, states, thresholds)
+    known = _Known(readings, states, thresholds, has_other_hosts)
     if any(state.is_traced for state in states.values()):
         return None  # a debugger is attached to one rank, and the others wait for its user
     return known.stopped() or known.mismatch() or known.culprit() or known.circle() or known.network()
@@ -97,14 +101,17 @@ class _Known:
     readings: Mapping[int, Reading]
     states: Mapping[int, ProcessState]
     thresholds: Thresholds
+    has_other_hosts: bool
 
     def stopped(self) -> Verdict | None:
-        """A rank in state T, while another one waits. If all are stopped, the user has paused the run."""
+        """A rank in state T, while another one waits. If all are stopped, the user has paused the run; but not that of
+        other hosts, whose ranks wait."""
         limit = self.thresholds.stopped
         halted = [rank for rank, state in self.states.items() if state.stopped >= limit]
         others = [rank for rank in self.readings if rank not in halted]
         waiting = [rank for rank in others if any(self._pending(rank))]
-        if not halted or not waiting or self._still(others) < limit / 2:
+        is_waited_for = self._still(others) >= limit / 2 if waiting else self.has_other_hosts and not others
+        if not halted or not is_waited_for:
             return None
         rank = halted[0]
         call = self._call_waited_for(waiting, rank)

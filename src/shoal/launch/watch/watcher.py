@@ -87,7 +87,7 @@ class Watcher:
         for index, beat in beats.items():
             rank = self.first_rank + index
             states[rank], readings[rank] = self._look_at(index, pids[index], beat)
-        found = verdict(readings, states, self.thresholds)
+        found = verdict(readings, states, self.thresholds, has_other_hosts=self.num_ranks > self.board.size)
         return None if found is None else self._act(found, {self.first_rank + index: pids[index] for index in pids})
 
     def _look_at(self, index: int, pid: int, beat: dict[str, Any]) -> tuple[ProcessState, Reading]:

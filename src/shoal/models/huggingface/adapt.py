@@ -38,7 +38,6 @@ def adapt(model: Any, description: Description, plan: Plan | None, *, fused: boo
     before = getattr(model.config, "_attn_implementation", None)
     if is_able and (divides or (is_fused and before == "sdpa")):
         attention.install(model)
-        model.base_model.register_forward_pre_hook(_padding_of_four_dims, with_kwargs=True)
     context = 1 if plan is None else plan.layout.cp
     takes = inspect.signature(model.forward).parameters
     inputs = Inputs(
@@ -117,13 +116,3 @@ def with_positions(options: dict[str, Any]) -> dict[str, Any]:
     if documents is None:
         return others
     return {**others, "position_ids": positions_in_documents(documents), "use_cache": False}  # a cache has no documents
-
-
-def _padding_of_four_dims(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """(B, keys) → (B, 1, 1, keys), which transformers passes to attention as it is. None, if nothing is padded."""
-    mask = options.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or model.config._attn_implementation != attention.NAME:
-        return arguments, options
-    keys = mask.to(torch.bool)
-    is_empty = not keys.is_meta and bool(keys.all())
-    return arguments, {**options, "attention_mask": None if is_empty else keys[:, None, None]}

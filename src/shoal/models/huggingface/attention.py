@@ -1,8 +1,8 @@
 """The function that attention of transformers calls under the name "shoal", so that context parallelism reaches it.
 
 transformers looks the function up by the name in the model's configuration and calls it with what it calls flash
-attention with. So a model that flash attention can compute says here all that its attention needs. It makes no mask
-under a name that it does not know, but passes a mask of four dims through. So padding comes as (B, 1, 1, keys).
+attention with. So a model that flash attention can compute says here all that its attention needs. Its masks are made
+by another function of that name: padding comes as (B, 1, 1, keys), and causality and windows as arguments.
 """
 
 from __future__ import annotations
@@ -48,6 +48,15 @@ def _register() -> None:
     interface = sys.modules["transformers.modeling_utils"].AttentionInterface  # the model's class was made there
     if NAME not in interface._global_mapping:
         interface.register(NAME, attention_forward)
+        sys.modules["transformers.masking_utils"].AttentionMaskInterface.register(NAME, padding_mask)
+
+
+def padding_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
+    """The mask that attention modules get: which keys are no padding, (B, keys) → (B, 1, 1, keys). None: all."""
+    if attention_mask is None:
+        return None
+    keys = attention_mask.to(torch.bool)
+    return None if not keys.is_meta and bool(keys.all()) else keys[:, None, None]
 
 
 def install(model: Any) -> None:
@@ -106,7 +115,7 @@ _FIX = "cp=1, pp=1 and sp=off for this model"
 
 
 def _keys(mask: Tensor | None) -> Tensor | None:
-    """Which keys may be seen, of the mask that `adapt` has made of the padding."""
+    """Which keys may be seen, of what `padding_mask` has made."""
     if mask is None:
         return None
     if mask.dim() != 4 or mask.shape[1:3] != (1, 1) or mask.dtype != torch.bool:

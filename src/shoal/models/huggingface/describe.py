@@ -29,6 +29,7 @@ from shoal.models.huggingface.logits import LogitRule, logit_rule
 from shoal.models.huggingface.modules import attentions, experts_in, mixes_tokens, name_of, pattern_of
 from shoal.models.huggingface.order import Order, order_of
 from shoal.models.huggingface.pooled import pooled_output
+from shoal.models.huggingface.position_table import max_tokens_of
 from shoal.models.huggingface.splits.found_splits import FoundSplits, found_splits, heads_of, vocabulary_of
 from shoal.models.huggingface.splits.sequence import is_from_embedding, why_not_between_blocks
 from shoal.parallel.lora.layers import LoRALinear
@@ -84,6 +85,7 @@ def describe(model: Any) -> Description:
         num_experts=min(numbers, default=None),
         active_experts=getattr(config, "num_experts_per_tok", None) if experts else None,
         num_outputs=getattr(head, "out_features", None),
+        max_tokens=max_tokens_of(model, config),
         positions="position_ids" if "cp" not in why_not else None,
         documents="attention_mask" if _takes(model, "attention_mask") else None,
         why_not=why_not,
@@ -126,6 +128,9 @@ def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
     counted = next((name for name, one in tables if "position" in name and one.padding_idx is not None), None)
     if counted is not None:  # RoBERTa
         return f"counts positions from its padding token ({counted}), where shoal would count from 0"
+    masked = next((name for name, one in model.named_modules() if _counts_from_mask(one)), None)
+    if masked is not None:  # OPT
+        return f"counts positions from its attention_mask ({masked}), where shoal would count from 0"
     if not getattr(model, "_supports_flash_attn", False):
         return (
             "declares that flash attention cannot compute its attention, so that needs more than a scale and a window"
@@ -143,6 +148,11 @@ def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
     return (
         None if pooled is None else f"computes {pooled or 'its output'} from some tokens of a sequence, not from each"
     )
+
+
+def _counts_from_mask(module: nn.Module) -> bool:
+    is_table = isinstance(module, nn.Embedding)
+    return is_table and "attention_mask" in inspect.signature(module.forward).parameters
 
 
 # ---- splits ---------------------------------------------------------------------------------------------------------

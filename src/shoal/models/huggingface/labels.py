@@ -2,7 +2,8 @@
 
 Where ranks divide tokens or stages, no rank sees the loss that the model computes itself. So a copy without memory is
 called once with labels. If it passes its logits and these labels, unchanged, to its `loss_function`, that function is
-tried with numbers. If it passes views of both to torch's cross-entropy, it shifts nothing. Else it is not known.
+tried with numbers. If it passes views of both to torch's cross-entropy, it shifts nothing. Else it is not known; nor is
+it if the loss that the model returns is not what that function returned, since it then has other terms.
 """
 
 from __future__ import annotations
@@ -22,19 +23,23 @@ from shoal.parallel.pipeline.skeleton import skeleton_of
 from shoal.train.loss.labels import shifted
 
 TOKENS, WORDS = 5, 7
+PLAIN = {"weight": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
+"""The options of a cross-entropy that is the mean over all labels that count."""
 
 
 class _Losses(TorchFunctionMode):
-    """Record the arguments of cross-entropies."""
+    """Record logits and labels of cross-entropies, and what they return. Those with options are no plain mean."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[Any, Any]] = []
+        self.seen: list[tuple[Any, Any, Any]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
         if func is F.cross_entropy and len(args) > 1:
-            self.seen.append(args[:2])
-        return func(*args, **(kwargs or {}))
+            is_plain = len(args) == 2 and all(PLAIN.get(name) == given for name, given in (kwargs or {}).items())
+            self.seen.append((*args[:2], returned if is_plain else None))
+        return returned
 
 
 def shifts_labels(model: Any, description: Description) -> bool | None:
@@ -47,25 +52,27 @@ def shifts_labels(model: Any, description: Description) -> bool | None:
     tokens = inputs.get("decoder_input_ids", next(iter(inputs.values())))
     labels = torch.zeros(tokens.shape if tokens.dim() == 2 else tokens.shape[:1], dtype=torch.int64, device="meta")
     passed: list[tuple[Any, Any]] = []
+    noted = torch.zeros((), device="meta")
 
     def note(logits: Any = None, labels: Any = None, *_: Any, **__: Any) -> Tensor:
         passed.append((logits, labels))
-        return torch.zeros((), device="meta")
+        return noted
 
     try:
         known = KnownValues()
         inputs = {name: known.input_of(torch.float32)(value) for name, value in inputs.items()}
         with torch.device("meta"), known, _Losses() as losses:
-            logits = skeleton(**inputs, labels=labels).logits
-            if len(losses.seen) == 1 and all(map(_is_all_of, losses.seen[0], (logits, labels))):
+            output = skeleton(**inputs, labels=labels)
+            is_plain = len(losses.seen) == 1 and losses.seen[0][2] is output.loss
+            if is_plain and all(map(_is_all_of, losses.seen[0][:2], (output.logits, labels))):
                 return False
             skeleton.loss_function = note
             losses.seen.clear()
-            logits = skeleton(**inputs, labels=labels).logits
+            output = skeleton(**inputs, labels=labels)
     except Exception:  # it needs other inputs, or real values
         return None
-    is_passed = len(passed) == 1 and not losses.seen and passed[0][0] is logits and passed[0][1] is labels
-    return _shift_of(model.loss_function) if is_passed else None
+    is_passed = len(passed) == 1 and not losses.seen and passed[0][0] is output.logits and passed[0][1] is labels
+    return _shift_of(model.loss_function) if is_passed and output.loss is noted else None
 
 
 def _is_all_of(view: Tensor, whole: Tensor) -> bool:
@@ -75,7 +82,7 @@ def _is_all_of(view: Tensor, whole: Tensor) -> bool:
 
 def _shift_of(function: Any) -> bool | None:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1, TOKENS, WORDS, generator=generator)
+    logits = torch.randn(1, TOKENS, WORDS, generator=generator, dtype=torch.float32)  # whatever the default is
     labels = torch.tensor([[3, 1, -100, 5, 0]])
     found = function(logits=logits, labels=labels, vocab_size=WORDS)
     for is_shifted, one in ((True, shifted(labels)), (False, labels)):

@@ -33,7 +33,7 @@ def plan_page(answer: Answer, seen: Sequence[Candidate]) -> str:
         commands = "".join(f"<dt>{text(name)}</dt><dd><code>{text(line, 4000)}</code></dd>"
                            for name, line in answer.commands.items())  # fmt: skip
         body += section("To train by it", f'<dl class="commands">{commands}</dl>', name="commands")
-    return page(f"{answer.task.workload.name[:80]} – shoal plan", body, {}, scripts=())
+    return page(f"{answer.task.workload.name[:80]} – shoal plan", body)
 
 
 def _header(answer: Answer) -> str:

@@ -43,7 +43,7 @@ def verify_page(result: Mapping[str, Any], tensors: Sequence[TensorError]) -> st
         body += layout_of(Plan.parse(plan).resolve(int(result["ranks"])))
     except ShoalError:
         body += ""
-    return page(f"{plan[:80]} – shoal verify", body, {}, scripts=())
+    return page(f"{plan[:80]} – shoal verify", body)
 
 
 def _header(plan: str, result: Mapping[str, Any]) -> str:

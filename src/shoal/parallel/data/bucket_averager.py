@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from shoal.comm.compression.reduce import AllReduce, Average, Bucket, Seeds
 from shoal.comm.group_lifetime import note_thread
+from shoal.comm.profile.timer import enter, waiting
 from shoal.comm.replicas.transport import Sent, Transport
 from shoal.hash_rng import hashed_number
 from shoal.numerics.local_tensor import gradient_of, to_local
@@ -111,6 +112,8 @@ class InFlightBucket:
     flat: Tensor | None = None
     """The data in flight; the mean, once `done` is."""
     done: Future[None] | None = None
+    key: str | None = None
+    """The name of this average in a profile."""
     before: Tensor | None = None
     """The residual before the step; None: not saved."""
 
@@ -136,7 +139,8 @@ class InFlightBucket:
         """[4] Wait for the average; return a view for each tensor."""
         assert self.done is not None
         assert self.flat is not None
-        self.done.result()
+        with waiting("dp_replicate", self.key):
+            self.done.result()
         return self.state.pieces(self.flat)
 
 
@@ -187,6 +191,7 @@ class BucketAverager:
             torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
         )  # the thread waits for it
         average = AllReduce() if is_exact or flush else self.average
+        bucket.key = enter(f"bucket {self.comm_threads.transports[0].group.group_name}")
         bucket.done = self.comm_threads.submit(bucket.number, _travel, average, bucket.state, flat, seeds, packed)
 
     @torch.no_grad()

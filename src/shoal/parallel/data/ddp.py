@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.collectives import all_reduce_together
+from shoal.comm.profile.external_wait import note_wait
+from shoal.comm.profile.timer import current
 from shoal.comm.replicas.overlap import Overlap
 from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import to_local
@@ -108,10 +110,17 @@ class DDPSync(GradientSync):
         module = self.module
         if module.device_type != "cpu":
             return None  # the timers of a GPU would have to be waited for
-        numbers = _timers(module) if _is_timed(step) else None  # before the rate changes: torch asks it here, too
-        module._set_ddp_runtime_logging_sample_rate(1 if _is_timed(step + 1) else _NEVER)  # but for the first ten
+        is_profiled = current.timer is not None
+        numbers = (
+            _timers(module) if is_profiled or _is_timed(step) else None
+        )  # before the rate: torch asks it here, too
+        module._set_ddp_runtime_logging_sample_rate(
+            1 if is_profiled or _is_timed(step + 1) else _NEVER
+        )  # but for the first ten
         if numbers is None:
             return None
+        if is_profiled:
+            _note_wait(module, numbers)
         seconds = numbers.get("backward_comm_time", 0) * 1e-9
         degree = module.process_group.size()
         sent = 2 * (degree - 1) * numbers["total_parameter_size_bytes"] // degree
@@ -121,6 +130,12 @@ class DDPSync(GradientSync):
 def _is_timed(step: int) -> bool:
     """Whether to time a step: the first and every tenth (1, 10, 20, ... as metrics count them)."""
     return step == 0 or (step + 1) % TIMED_EVERY == 0
+
+
+def _note_wait(module: DistributedDataParallel, numbers: Mapping[str, int]) -> None:
+    """Show a profile how long the backward has waited for gradients after the last one was computed."""
+    begin, end = numbers.get("backward_compute_time_end", 0), numbers.get("backward_comm_time_end", 0)
+    note_wait(module.process_group, begin, end, inside="backward")
 
 
 def _timers(module: DistributedDataParallel) -> dict[str, int]:

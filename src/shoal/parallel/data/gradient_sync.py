@@ -30,6 +30,9 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 class GradientSync:
     """The interface, and the way of a rank that has nothing to exchange."""
 
+    keeps_nonfinite: bool = False
+    """Whether updates are made whatever the gradient is: then ranks need not agree whether it is finite."""
+
     def begin_step(self, step: int) -> None:
         """Before the forwards of a step; steps count from 0."""
 

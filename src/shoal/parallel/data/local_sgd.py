@@ -151,6 +151,8 @@ class LocalSGD(GradientSync):
     def agree_on_norm(self, norm: Tensor, mesh: Mesh, *, step: int, scale: float, clip: float | None) -> Tensor:
         """Replicas have their own norms; but if one is not finite, none is: whatever is decided by that,
         all decide alike. They compare gradients as an optimizer sees them, without `scale` and clipped."""
+        if self.keeps_nonfinite and self.step_scale is None:  # a message less in every step
+            return norm
         bad = (~norm.isfinite()).to(norm.dtype)
         between = mesh.group("dp_replicate")
         if self.step_scale is None:

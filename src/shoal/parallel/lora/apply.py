@@ -17,6 +17,8 @@ from shoal.parallel.lora.quantize import quantized_layers
 UNCALLED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """Modules of torch that may read the weights of their layers without calling them."""
 ALL_LINEAR = "all-linear"
+CLASSIFIERS = "Classification|QuestionAnswering|MultipleChoice|Regression"
+"""In the name of a class of transformers: it has a head that begins with random weights."""
 """Every linear layer except the head."""
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -65,6 +67,9 @@ def _problems(model: nn.Module, rank: int, alpha: float, dropout: float) -> Iter
         yield Problem("L001", f"alpha must be greater than 0, got {alpha}", "alpha=32")
     if not 0 <= dropout < 1:
         yield Problem("L001", f"dropout must be at least 0 and less than 1, got {dropout}", "dropout=0.05")
+    if is_classifier(model):
+        what = f"LoRA would freeze the head of {type(model).__name__}, which begins with random weights"
+        yield Problem("L008", what, "train the whole model, without shoal.lora")
     if adapted_layers(model):
         yield Problem(
             "L002", f"{type(model).__name__} has LoRA already", "call shoal.lora once, with all targets in one list"
@@ -121,6 +126,11 @@ def _head_of(model: Any) -> Any:
         return getattr(describe(), "head", None)
     getter = getattr(model, "get_output_embeddings", None)  # of transformers
     return getter() if callable(getter) else None
+
+
+def is_classifier(model: Any) -> bool:
+    """Whether a model of transformers has a head that no pretraining has made: the base's weights do not include it."""
+    return hasattr(model, "base_model_prefix") and re.search(CLASSIFIERS, type(model).__name__) is not None
 
 
 def _ends_with(name: str, target: str) -> bool:

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Schedule
 from shoal.blueprint.schedules.generate import check_schedule
+from shoal.comm.profile.timer import part
 from shoal.errors import ShoalError, raise_if
 from shoal.parallel.pipeline.calls import positions, unplaced
 from shoal.parallel.pipeline.skeleton import Call, skeleton_of
@@ -129,7 +130,10 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor | None = None, *, microbatch: Tensor) -> Tensor:
         """Map the received tensor to the one that is sent, or to the loss."""
-        number = int(microbatch[0])
+        with part("forward"):
+            return self._forward(x, int(microbatch[0]))
+
+    def _forward(self, x: Tensor | None, number: int) -> Tensor:
         arguments, options = self.feed.calls[number]
         if self.feed.begin is not None:
             self.feed.begin(number, self.index)

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from shoal.comm.profile.timer import part
 from shoal.parallel.pipeline.split_backward import add_gradients_of_weights, edges_of
 
 SCHEDULES: Mapping[str, Any] = {
@@ -45,6 +46,10 @@ class TorchStage(PipelineStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], *rest: Any, **more: Any
     ) -> Any:
         """Run torch's backward, except for the second half of a split backward."""
+        with part("backward"):
+            return self._backward(backward_type, bwd_kwargs, *rest, **more)
+
+    def _backward(self, backward_type: str, bwd_kwargs: dict[str, Any], *rest: Any, **more: Any) -> Any:
         if backward_type == "weight":
             add_gradients_of_weights(self.submod.parameters(), bwd_kwargs["param_groups"])
             return (), None

@@ -29,10 +29,9 @@ def changes(recovery: Recovery, now: Goodput) -> list[Change]:
 
 def _ideas(recovery: Recovery) -> Iterator[tuple[str, Recovery]]:
     if not recovery.has_memory_tier:
-        yield "checkpoint.memory_every: the last copy stays in host memory", replace(recovery, has_memory_tier=True)
-    if not recovery.has_peer_copies and recovery.hosts > 1:
-        kept = replace(recovery, has_memory_tier=True, has_peer_copies=True)
-        yield "a copy of it on another host as well (not built yet)", kept
+        what = "checkpoint.memory_every: the last copy stays in host memory"
+        what += ", and with --hosts in that of another host" if recovery.hosts > 1 else ""
+        yield what, replace(recovery, has_memory_tier=True)
     if not recovery.spares:
         num_away = recovery.repair / recovery.between_faults * recovery.lost_hosts
         more = max(1, round(num_away))

@@ -42,9 +42,7 @@ class Recovery:
     repair: float = 86400.0
     """Until a lost host is back."""
     has_memory_tier: bool = False
-    """Whether a restart of processes takes the copy in host memory."""
-    has_peer_copies: bool = False
-    """Whether another host has that copy, too, for a host that is lost."""
+    """Whether a restart takes the copy in host memory. Of several hosts, each has a copy for another one, too."""
     lost_hosts: float = LOST_HOSTS
     detection: float = DETECTION
 

@@ -99,7 +99,7 @@ class _Cluster:
     def _fail(self) -> None:
         self.total.num_faults += 1
         is_host = self.rng.random() < self.of.lost_hosts
-        is_kept = self.of.has_memory_tier and (self.of.has_peer_copies or not is_host)
+        is_kept = self.of.has_memory_tier and (self.of.hosts > 1 or not is_host)
         again = self._unsaved(is_kept)
         self.total.useful -= again * self.speed
         self.total.lost["fewer hosts"] -= again * (1 - self.speed)

@@ -151,5 +151,7 @@ def find_model(what: str) -> Workload:
     if what.endswith(".json"):
         return workload_from_config(Path(what))
     near = nearest(what.lower(), MODELS)
+    if Path(what, CONFIG).is_file():
+        near = f"{PREFIX}{what}"
     fix = near or f"one of {', '.join(MODELS)}; a config.json; hf:FOLDER; plain dimensions; or file.py:function"
     raise ShoalError(f"there is no model {what!r}", fix=fix, code="Q023")

@@ -6,8 +6,6 @@ hold has no peak here, and no MFU is shown.
 
 from __future__ import annotations
 
-import re
-
 TERA = 1e12
 
 # Name as torch prints it, or a part of it made of whole words → TFLOP/s. All are dense (datasheets like to print the
@@ -73,4 +71,10 @@ def _row(device_name: str) -> dict[str, float]:
 
 
 def _holds(text: str, words: str) -> bool:
-    return re.search(rf"(?<![a-z0-9]){re.escape(words)}(?![a-z0-9])", text, re.IGNORECASE) is not None
+    """Whether a text has these words, and not as a part of longer ones. A regular expression for each row of the table
+    would have to be compiled in every process."""
+    text, words = f" {text.lower()} ", words.lower()
+    place = text.find(words)
+    while place >= 0 and (text[place - 1].isalnum() or text[place + len(words)].isalnum()):
+        place = text.find(words, place + 1)
+    return place >= 0

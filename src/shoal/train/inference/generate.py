@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import ShoalError
 from shoal.train.build_model import describe
 
 
@@ -22,32 +23,54 @@ class Sampling:
     seed: int = 0
 
 
-@torch.no_grad()
-def generate(
-    model: nn.Module,
-    prompt: Sequence[int],
-    *,
-    end_token: int,
-    max_tokens: int,
-    sampling: Sampling,
-    name: str = "tokens",
-) -> Iterator[int]:
-    """Yield tokens after the prompt, up to `max_tokens`, to the end token, or to the longest sequence of the model.
-    `name`: the argument of the forward with the tokens."""
-    device = next(model.parameters()).device
-    generator = torch.Generator(device="cpu").manual_seed(sampling.seed)
-    tokens = torch.tensor([list(prompt)], device=device)
-    longest = describe(model).max_tokens
-    for _ in range(max_tokens):
-        if longest is not None and tokens.shape[1] >= longest:
-            return
-        output = model(**{name: tokens})
-        logits: Tensor = getattr(output, "logits", output)[0, -1].float().cpu()
-        token = choose(logits, sampling, generator)
-        if token == end_token:
-            return
-        yield token
-        tokens = torch.cat([tokens, torch.tensor([[token]], device=device)], dim=1)
+class Continuation:
+    """The tokens after a prompt, as they are made. `stopped` then says why there are no more:
+
+    end             the model has made an end token, which is not among them
+    length          there are `max_tokens`
+    model length    the sequence is as long as the model takes
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompt: Sequence[int],
+        *,
+        end_tokens: Collection[int],
+        max_tokens: int,
+        sampling: Sampling,
+        name: str = "tokens",
+    ) -> None:
+        """`name`: the argument of the forward with the tokens."""
+        self.stopped = ""
+        self.longest = describe(model).max_tokens
+        self._model, self._prompt, self._name = model, list(prompt), name
+        self._end_tokens, self._max_tokens, self._sampling = frozenset(end_tokens), max_tokens, sampling
+        if self.longest is not None and len(self._prompt) > self.longest:
+            raise ShoalError(
+                f"a prompt must have at most the model's {self.longest} tokens, got {len(self._prompt)}",
+                fix="--prompt with a shorter text",
+                code="L021",
+            )
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[int]:
+        device = next(self._model.parameters()).device
+        generator = torch.Generator(device="cpu").manual_seed(self._sampling.seed)
+        tokens = torch.tensor([self._prompt], device=device)
+        self.stopped = "length"
+        for _ in range(self._max_tokens):
+            if self.longest is not None and tokens.shape[1] > self.longest:
+                self.stopped = "model length"
+                return
+            output = self._model(**{self._name: tokens})
+            logits: Tensor = getattr(output, "logits", output)[0, -1].float().cpu()
+            token = choose(logits, self._sampling, generator)
+            if token in self._end_tokens:
+                self.stopped = "end"
+                return
+            yield token
+            tokens = torch.cat([tokens, torch.tensor([[token]], device=device)], dim=1)
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

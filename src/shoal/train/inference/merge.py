@@ -23,7 +23,10 @@ def write_merged(directory: Path, step: int | None, to: Path, how: ExportSetting
             fix=f"shoal checkpoint export {directory} {to}",
             code="L015",
         )
-    state = dict(merge_lora(trained.model).named_parameters())
+    merged = merge_lora(trained.model)
+    buffers = dict(merged.named_buffers())  # such as the bias of a router; those that are not saved are computed anew
+    saved = {name: tensor for name, tensor in merged.state_dict().items() if name in buffers}
+    state = dict(merged.named_parameters()) | saved
     tensors = {name: in_memory(NAMES[tensor.dtype], tensor.detach()) for name, tensor in state.items()}
     section = {k: v for k, v in trained.recipe.model.model_dump(mode="json").items() if k != "lora"}
     extra = huggingface.Extra()

@@ -73,7 +73,8 @@ def is_shifting(own: Tensor, logits: Tensor, labels: Tensor) -> bool | None:
         for is_shifted in counting
     }
     nearest = min(apart, key=apart.__getitem__)
-    if not apart[nearest] <= 1e-4 * max(abs(value), 1e-3):
+    rounding = 1e-9 if own.dtype == torch.float64 else 1e-4
+    if not apart[nearest] <= rounding * max(abs(value), 1e-3):
         raise ShoalError(
             f"the model's own loss of the first batch, {value:.6g}, is not the cross-entropy of its logits and the"
             " labels, shifted or not: it has other terms, or leaves other labels out",

@@ -16,6 +16,8 @@ class RunInvocation:
 
     save: bool = True
     """Write a run directory and checkpoints."""
+    only_profiles: bool = False
+    """Make no evaluation and no last save: the run exists for its profile."""
     quiet: bool = False
     start_time: float
     """When the command was given, in seconds since the epoch."""

@@ -6,7 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from torch.distributed import Store
 
 from shoal.blueprint.layout_drawing import draw_layout
 from shoal.comm.heartbeat.heart import begin_step, phase
+from shoal.comm.profile.timer import part
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.config.recipe import Recipe
@@ -26,6 +27,7 @@ from shoal.numerics.precision import slow_here
 from shoal.observe.progress import ProgressLine, Quiet, progress_line
 from shoal.train.build_model import build_for_layout, describe
 from shoal.train.optim.build import optimizer_of_run
+from shoal.train.profile.of_recipe import RecipeProfile
 from shoal.train.recipe.build_run import build_loader, build_run
 from shoal.train.recipe.fault_injection.drill import join_drill
 from shoal.train.recipe.fault_injection.faults import inject_faults
@@ -83,19 +85,16 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         choices = [text for text in (sync_chosen, algorithm_chosen(run), bucket_chosen(run), run.fused_layers) if text]
         line.note(_headline(run, job, lr, choices, storage))
         loader = build_loader(job, run, workers=recipe.data.workers)
-        try:
+        profile = _profile(run, job, invocation, storage, line)
+        with ExitStack() as ends:
+            for one in (storage, line, step_metrics, loader, profile):  # the last one is closed first
+                ends.callback(one.close)
             with stop_on_signals(line) as stop_request, phase("data"), armed():
-                was_stopped = _train_and_evaluate(run, job, loader, step_metrics, line, stop_request, storage)
-        finally:
-            loader.close()
-            try:
-                step_metrics.close()
-            finally:
-                line.close()
-                storage.close()
+                was_stopped = _train_and_evaluate(run, job, loader, step_metrics, line, stop_request, storage, profile)
         return {
             **step_metrics.summary(was_stopped=was_stopped),
             **storage.summary(),
+            **profile.summary(),
             "resumed_from": storage.manifest.step if storage.manifest is not None else None,
             "restarts": invocation.generation,
             "auto_choices": choices,
@@ -124,6 +123,13 @@ def _storage(run: Run, job: Job, invocation: RunInvocation, line: ProgressLine) 
     return storage
 
 
+def _profile(run: Run, job: Job, invocation: RunInvocation, storage: NoStorage, line: ProgressLine) -> RecipeProfile:
+    steps = job.recipe.run.profile.steps(**units(job.recipe, job.training)) or 0
+    profile = RecipeProfile(run, job.recipe, steps, storage.path, line.note, is_only=invocation.only_profiles)
+    profile.begin()
+    return profile
+
+
 def _train_and_evaluate(
     run: Run,
     job: Job,
@@ -132,11 +138,16 @@ def _train_and_evaluate(
     line: ProgressLine,
     stop_request: StopRequest,
     storage: NoStorage,
+    profile: RecipeProfile,
 ) -> bool:
     """Make all steps, save the last one and evaluate; returns whether a signal stopped the run before its end."""
     was_stopped = _steps(run, job, loader, step_metrics, line, stop_request, storage)
     run.check_last_step()
+    profile.finish()
     step_metrics.flush()
+    if profile.is_only:
+        storage.finish()
+        return was_stopped
     if not was_stopped:
         run.sync_replicas()
     with phase("save"):
@@ -194,7 +205,7 @@ def _steps(
         if stopped_evaluating():
             return True
         stop_request.acknowledge()
-        with phase("save"):
+        with phase("save"), part("save"):
             storage.after_step(is_due=bool(run.agreed.get("save", 0.0)))
         clock = _clock_of_main(start, storage) if run.world.is_main else _NO_CLOCK
         run.signals = {"stop": float(bool(stop_request)), **clock}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shoal.planner.task import Task
+    from shoal.predict.cluster import Cluster
 
 
 def predict_step(recipe: Recipe) -> dict[str, Any]:
@@ -40,10 +41,11 @@ def predict_step(recipe: Recipe) -> dict[str, Any]:
         return {**counted, "not_predicted": error.problems[0].what}
 
 
-def task_for(recipe: Recipe, model: nn.Module) -> Task:
-    """The planner's task for a recipe whose plan is resolved, on this machine, with the states of its optimizer."""
+def task_for(recipe: Recipe, model: nn.Module, cluster: Cluster | None = None) -> Task:
+    """The planner's task for a recipe whose plan is resolved, with the states of its optimizer. `cluster` None: this
+    machine."""
     workload = workload_for(recipe, model)
-    cluster = cluster_for(recipe.launch.device)
+    cluster = cluster or cluster_for(recipe.launch.device)
     task = task_of(recipe, workload, replace(cluster, per_node=recipe.plan.layout.world_size, nodes=1))
     moments = moments_of(recipe.optim.name, model, describe(model).blocks)
     return replace(task, profile=replace(task.profile, moments=optimizer_bytes(recipe, moments=moments)))

@@ -21,7 +21,7 @@ from shoal.config.recipe import Recipe
 from shoal.data.dataset import Dataset
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.mixture import Union
-from shoal.data.sources.open import open_datasets
+from shoal.data.sources.open import TOKENIZED, open_datasets, source_kind
 from shoal.data.sources.packing import PackedTokens
 from shoal.errors import Findings, Problem, ShoalError, raise_if
 from shoal.parallel.checks import check_model
@@ -98,6 +98,7 @@ def check_recipe(
     values, which `comm.*` may be set for. `check_size` is called where plan and model are known.
     """
     plan, of_model, of_data = recipe.plan.fill(world_size), Findings(), Findings()
+    of_model += check_tokenizer(recipe)
     recipe = of_model.of(with_tokenizer, recipe) or recipe
     model = of_model.of(without_memory, lambda: build_model(recipe.model))
     datasets = of_data.of(open_datasets, recipe.data, recipe.run.seed)
@@ -114,6 +115,17 @@ def check_recipe(
     if model is not None and check_size is not None and not recipe.plan.check(world_size):
         found += check_size(recipe.model_copy(update={"plan": plan}), model)
     return Checked(recipe, world_size, found.problems, datasets)
+
+
+def check_tokenizer(recipe: Recipe) -> Iterator[Problem]:
+    """Weights of others must not be trained on bytes because a tokenizer is missing."""
+    name = str(recipe.model.name)
+    if recipe.data.tokenizer != "auto" or not name.startswith("hf:") or value_for("TOKENIZERS", recipe.model):
+        return
+    kinds = Findings().of(lambda: [source_kind(one) for one in recipe.data.each])  # what fails, the data reports
+    if any(kind in TOKENIZED for kind in kinds or ()):
+        what = f"text is tokenized by the tokenizer.json of the model, and {name.removeprefix('hf:')!r} has none"
+        yield Problem("M080", what, "--data.tokenizer PATH/tokenizer.json, or --data.tokenizer bytes")
 
 
 def with_tokenizer(recipe: Recipe) -> Recipe:
@@ -209,7 +221,7 @@ def check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
         yield Problem(
             "D034",
             f"a sample must have at most the model's {most} tokens, got {tokens}",
-            f"--data.seq_len {most}, or --model.max_sequence {tokens}",
+            f"--data.seq_len {most}" + (f", or --model.max_sequence {tokens}" if adapter_of(model) is None else ""),
         )
 
 

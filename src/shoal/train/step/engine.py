@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.profile.timer import part
 from shoal.hash_rng import hashed_number
 from shoal.numerics.async_scalars import AsyncScalars
 from shoal.parallel.data.ddp import explain_unused
@@ -72,7 +73,7 @@ class StepEngine:
         state, head = self.state, self.state.composed.head
         assert state.open_step is not None
         try:  # a head that computes the loss and knows what that counts for has nothing to do in the backward
-            with nullcontext() if head is None else head.with_grad_scale(self.factor):
+            with part("forward"), nullcontext() if head is None else head.with_grad_scale(self.factor):
                 loss_sum = state.objective.loss_sum(state.model, microbatch, state.open_step.weight)
         except RuntimeError as error:
             explain_unused(error)
@@ -120,7 +121,8 @@ class StepEngine:
         if is_counted and step.index == len(step.microbatches) - 1 and step.message is None:
             # Beside the backward, in which a CPU waits for gradients anyway.
             step.message = LossMessage.send(self.loss.own(step), step.signals_with_loss, self.state.world.board)
-        (loss_sum * self.factor()).backward()
+        with part("backward"):
+            (loss_sum * self.factor()).backward()
 
     def _pipeline_step(self, step: OpenStep) -> None:
         """All microbatches through the stages of this rank. Only the last stage sees a loss."""

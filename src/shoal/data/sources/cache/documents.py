@@ -27,9 +27,10 @@ def cached_documents(
     *,
     what: str,
 ) -> tuple[Tokens, str]:
-    """The tokens of documents, each with an end token, and their origin. `identity` decides the documents."""
+    """The tokens of documents, each with those around it, and their origin. `identity` decides the documents."""
     limit = section.streaming_tokens if str(section.source).startswith("hf:") else None
     key = {**identity, "column": section.text_field, "tokenizer": _identity(section), "limit": limit}
+    key |= {"begin": tokenizer.begin_tokens} if tokenizer.begin_tokens else {}
     stream, found = cached_tokens(
         cache_folder(section.cache, "tokens"),
         key,

@@ -24,7 +24,8 @@ from shoal.files import read_regular
 
 Encoded = tuple[Tokens, int]
 """Tokens, at least one, and the number of documents that they are."""
-VERSION = 1
+VERSION = 2
+"""Of the way from rows to tokens. 2: documents begin with BOS, and are never cut or padded."""
 MOST_DESCRIPTION = 2**16
 
 

@@ -14,6 +14,9 @@ from shoal.launch.hosts.etcd.client import Unreachable
 from shoal.launch.hosts.etcd.leadership import POLL, Leadership
 from shoal.launch.hosts.messages import Channel, Ended
 
+RETRY = 2.0
+"""Seconds until an address that did not answer is tried again: the next leader may be recorded meanwhile."""
+
 
 def follow(leadership: Leadership, key: Key, name: str, prepare: Prepare, *, wait: float) -> int:
     """Serve one coordinator after the other until one lets this agent go; the exit code."""
@@ -36,10 +39,12 @@ def _joined(leadership: Leadership, key: Key, name: str, seconds: float, *, may_
     """Join the coordinator that leads, as soon as there is one. None: the run has ended."""
     deadline, why = time.monotonic() + seconds, ""
     is_noted = False
+    failed: tuple[tuple[str, int] | None, float] = None, 0.0
     while True:
+        address = None
         try:
             address = leadership.address()
-            if address is not None:
+            if address is not None and (address != failed[0] or time.monotonic() > failed[1] + RETRY):
                 return join(address, key, name, seconds=0.0)
             if may_end and leadership.state().get("has_ended"):
                 return None
@@ -48,6 +53,7 @@ def _joined(leadership: Leadership, key: Key, name: str, seconds: float, *, may_
         except ShoalError as error:
             if not {"N053", "N072"} & set(error.codes):
                 raise
+            failed = address, time.monotonic()
         if time.monotonic() > deadline:
             what = f"no coordinator leads run {leadership.etcd.name!r} after {seconds:g} s{why and f': {why}'}"
             fix = "on any host: shoal train RECIPE --hosts ... --ssh none --store URL, with the same URL and SHOAL_KEY"

@@ -22,7 +22,7 @@ from shoal.launch.failure import Failure, first_failure, raised_error
 from shoal.launch.hosts.messages import Message
 from shoal.launch.hosts.reports import plain_error, plain_failure
 from shoal.launch.hosts.store.client import open_store
-from shoal.launch.hosts.store.server import store_key
+from shoal.launch.hosts.store.server import prefix_of, store_key
 from shoal.launch.local import fork_is_safe
 from shoal.launch.scratch import scratch_folder
 from shoal.launch.worker import saved_path, value_path
@@ -164,7 +164,7 @@ def at_global_rank(local: Placement, _: object, place: HostPlace, function: Call
         key=place.key,
         job=place.job,
     )
-    name = f"{place.job} {place.generation}/"
+    name = prefix_of(place.job, place.generation)
     return function(placement, open_store(place.store, place.store_key, name, place.timeout), *args)
 
 

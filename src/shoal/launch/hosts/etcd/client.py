@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.errors import ShoalError
 
-SECONDS = 0.7
+SECONDS = 0.5
 """Seconds in which an endpoint has to answer."""
 MOST_ANSWER = 2**22
 _URL = re.compile(r"etcd://(?P<hosts>[A-Za-z0-9.:,_-]+)/(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,100})")

@@ -23,12 +23,13 @@ from shoal.errors import RunFailed, ShoalError
 from shoal.launch.hosts.etcd.client import Etcd, Unreachable
 from shoal.launch.hosts.messages import Message
 
-TTL = 8
+TTL = 6
 """Seconds of a lease: after so long without its leader, another coordinator takes over."""
-RENEWAL = 1.5
-PATIENCE = 5.0
-"""Seconds without a renewal after which a leader stops. The rest of `TTL` is for the end of its work."""
-POLL = 0.5
+RENEWAL = 0.5
+PATIENCE = 3.5
+"""Seconds without a renewal after which a leader stops: more than etcd takes to elect its own leader. The rest of
+`TTL` is for a last call to three endpoints, and for the end of the workers."""
+POLL = 0.25
 
 
 class LostLead(RunFailed):

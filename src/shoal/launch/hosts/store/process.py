@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -13,8 +12,7 @@ from functools import partial
 
 from shoal.launch.hosts.lifetime import forked
 from shoal.launch.hosts.listener import Listener
-from shoal.launch.hosts.messages import Message
-from shoal.launch.hosts.store.server import StoreServer, store_key
+from shoal.launch.hosts.store.server import StoreServer, prefix_of, store_key
 
 
 @dataclass(slots=True)
@@ -37,10 +35,10 @@ class StoreProcess:
         theirs.close()
         return cls(address, pid, orders)
 
-    def publish(self, members: Message) -> None:
-        """Write members, generation and plan to the store."""
+    def begin(self, job: str, generation: int) -> None:
+        """Begin a generation with an empty store. It has to be called before its ranks are started."""
         with contextlib.suppress(OSError):
-            self.orders.send(json.dumps(members).encode())
+            self.orders.send(prefix_of(job, generation).encode())
 
     def close(self) -> None:
         """End the child."""
@@ -64,12 +62,13 @@ def _serve(listening: socket.socket, orders: socket.socket, key: bytes) -> int:
     close_all_but(listening.fileno(), orders.fileno())
     server = StoreServer(Listener(listening, key, _say))
     while True:
-        server.turn(orders)
-        with contextlib.suppress(BlockingIOError):
-            data = orders.recv(2**20)
-            if not data:
+        ready = server.wait(orders)
+        with contextlib.suppress(BlockingIOError):  # before the ranks are answered: they may be of a new generation
+            prefix = orders.recv(2**12).decode()
+            if not prefix:
                 return 0
-            server.values["members"] = data
+            server.begin(prefix)
+        server.answer(ready)
 
 
 def _say(text: str) -> None:

@@ -3,6 +3,7 @@
 torch's TCPStore answers any process: it lists its keys, and lets anyone write them. A stranger at its port could keep
 ranks from starting. Here a connection proves the key first (`Listener`); each request and answer is a message with a
 MAC and a number (`Channel`). A request that waits for a key is answered when the key is there.
+A generation that begins drops the keys of the one before. A rank of an earlier one is disconnected.
 """
 
 from __future__ import annotations
@@ -27,25 +28,40 @@ def store_key(secret: bytes) -> bytes:
     return mac(secret, "store of ranks")
 
 
+def prefix_of(job: str, generation: int) -> str:
+    """The beginning of all keys of a generation."""
+    return f"{job} {generation}/"
+
+
 @dataclass(slots=True)
 class StoreServer:
     """The values, and the ranks that are connected."""
 
     listener: Listener
     values: dict[str, bytes] = field(default_factory=dict)
+    prefix: str = ""
+    """The beginning of all keys of this generation."""
     _ranks: list[Channel] = field(default_factory=list)
     _waiting: dict[int, tuple[Channel, list[str], float]] = field(default_factory=dict)
     """Descriptor of a rank → the keys that it waits for, and until when."""
 
-    def turn(self, orders: socket.socket) -> None:
-        """Wait a moment for requests, or for `orders`, and answer them."""
+    def begin(self, prefix: str) -> None:
+        """Begin a generation: drop all that earlier ones have written."""
+        self.prefix = prefix
+        self.values.clear()
+
+    def wait(self, orders: socket.socket) -> set[object]:
+        """Wait a moment for requests, or for `orders`; returns the sockets that are ready."""
         with selectors.DefaultSelector() as selector:
             for source in (orders, *self.listener.sources()):
                 selector.register(source, selectors.EVENT_READ)
             for rank in self._ranks:
                 write = selectors.EVENT_WRITE if rank.num_unsent else 0
                 selector.register(rank.socket, selectors.EVENT_READ | write)
-            ready: set[object] = {key.fileobj for key, _ in selector.select(TURN)}
+            return {key.fileobj for key, _ in selector.select(TURN)}
+
+    def answer(self, ready: set[object]) -> None:
+        """Answer the requests that have come."""
         for rank in [each for each in self._ranks if each.socket in ready]:
             try:
                 rank.flush()
@@ -62,6 +78,9 @@ class StoreServer:
         rank.close()
 
     def _answer(self, rank: Channel, request: Message) -> None:
+        keys = map(str, request["keys"] if "keys" in request else [request["key"]])
+        if not all(key.startswith(self.prefix) for key in keys):
+            raise ValueError("a rank of an earlier generation")
         if request["do"] == "wait":
             until = time.monotonic() + float(request["seconds"])
             self._waiting[rank.socket.fileno()] = rank, list(map(str, request["keys"])), until

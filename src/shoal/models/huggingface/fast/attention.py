@@ -17,7 +17,16 @@ from typing import Any
 from torch import Tensor
 
 from shoal.models.huggingface.fast.norms import Recall
-from shoal.models.huggingface.fast.probe import Swapped, become, computes, drawn, has_linears, is_free, small_copy
+from shoal.models.huggingface.fast.probe import (
+    FAR,
+    Swapped,
+    become,
+    computes,
+    drawn,
+    has_linears,
+    is_free,
+    small_copy,
+)
 from shoal.numerics.ops.memory_saving_linear import linear, linears
 from shoal.numerics.ops.rotary import rotate_heads, rotated
 
@@ -141,9 +150,11 @@ def _recognised(probe: Any, head_dim: int, calls: list[dict[str, Any]]) -> HeadR
                 continue
             for is_rotated in (True, False):
                 rule = HeadRule(is_rotated, norms, *seen)
-                if computes(
-                    probe, theirs, lambda x, rule=rule: _ours(probe, rule, record, x, cos, sin), drawn(1, TOKENS, 6)
-                ):
+
+                def ours(x: Tensor, rule: HeadRule = rule) -> Tensor:
+                    return _ours(probe, rule, record, x, cos, sin)
+
+                if all(computes(probe, theirs, ours, scale * drawn(1, TOKENS, 6)) for scale in (1, FAR)):
                     return rule
     except Exception:  # it takes other arguments
         return None

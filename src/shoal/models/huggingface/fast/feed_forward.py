@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.models.huggingface.fast.lora_feed_forward import FastLoRAFeedForward
 from shoal.models.huggingface.fast.norms import Recall
-from shoal.models.huggingface.fast.probe import Swapped, become, computes, drawn, has_linears, is_free, small_copy
+from shoal.models.huggingface.fast.probe import FAR, Swapped, become, computes, drawn, has_linears, is_free, small_copy
 from shoal.numerics.ops.memory_saving_linear import linears, swiglu_linear
 from shoal.numerics.ops.swiglu import Activation
 from shoal.parallel.lora.layers import LoRALinear
@@ -47,7 +47,8 @@ def swap_feed_forward(module: nn.Module) -> bool:
         return False
     probe = small_copy(module, dict(zip(names, [(6, 10), (6, 10), (10, 6)], strict=True)))
     for activation in get_args(Activation):
-        if computes(probe, probe, partial(_ours, probe, names, activation), drawn(2, 3, 6)):
+        ours = partial(_ours, probe, names, activation)
+        if all(computes(probe, probe, ours, scale * drawn(2, 3, 6)) for scale in (1, FAR)):
             become(module, kind, layer_names=names, gate_activation=activation)
             return True
     return False

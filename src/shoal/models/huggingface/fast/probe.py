@@ -55,6 +55,10 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return nn.Parameter(there) if isinstance(tensor, nn.Parameter) else there
 
 
+FAR = 1e4
+"""Inputs are also tried this many times as large: a limit that a module clamps its values to is then passed."""
+
+
 def computes(
     module: nn.Module,
     theirs: Callable[..., Any],

@@ -26,7 +26,8 @@ from torch.overrides import TorchFunctionMode
 from shoal.config.pretrained_folder import folder_of
 from shoal.errors import ShoalError, listed, nearest, needs
 from shoal.models.huggingface.adapt import DOCUMENTS, with_positions
-from shoal.models.huggingface.pretrained.folder import config_of
+from shoal.models.huggingface.modules import attentions
+from shoal.models.huggingface.pretrained.folder import config_of, with_floats
 from shoal.numerics.fp8.convert import silence
 
 INITS = ("weights", "random")
@@ -54,6 +55,7 @@ def build(name: str, *, init: str = "weights", trust_remote_code: Any = False, *
     config = _config(folder, changes, trusts=trust_remote_code)
     construct = partial(_construct, folder, config, trusts=trust_remote_code)
     model = construct()
+    _reject_other_tasks(folder, model)
     with _parameters_on_meta():
         twin = Twin(construct())
     kind: Any = type(model)
@@ -72,21 +74,48 @@ def _config(folder: Path, changes: dict[str, Any], *, trusts: bool) -> Any:
     try:
         with torch.device("cpu"):
             if known:
-                config = transformers.CONFIG_MAPPING[kind].from_dict(said)
-            else:
-                config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=True)
+                made = transformers.CONFIG_MAPPING[kind].from_dict
+                config = made(with_floats(said))
+                _check_keys(folder, changes, {**config.to_dict(), **said})
+                # Made anew, and not changed: a class computes some values from others, as head_dim from hidden_size.
+                return made(with_floats({**said, **changes})) if changes else config
+            config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=True)
+    except ShoalError:
+        raise
     except Exception as error:
         raise _wrong(folder, error) from error
+    _check_keys(folder, changes, config.to_dict())
     for key, value in changes.items():
-        if not hasattr(config, key):
-            near = nearest(key, config.to_dict())
+        setattr(config, key, value)
+    return config
+
+
+def _reject_other_tasks(folder: Path, model: Any) -> None:
+    """A recipe gives tokens, and compares logits with the next ones: a model that sees them learns to copy."""
+    transformers = sys.modules["transformers"]
+    kind, known = type(model).__name__, transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    why = None
+    if kind not in known.values() and not kind.endswith(("ForCausalLM", "LMHeadModel")):
+        why = "is made for another task"
+    elif not all(one.is_causal for one in attentions(model).values()):
+        why = "lets tokens see those after them"
+    if why is not None:
+        raise ShoalError(
+            f"a recipe trains models that predict the next token, and {kind} of {str(folder)!r} {why}",
+            fix="a loop of your own with shoal.Run and shoal.verify, which take every model (docs/huggingface.md)",
+            code="M079",
+        )
+
+
+def _check_keys(folder: Path, changes: dict[str, Any], known: dict[str, Any]) -> None:
+    for key, value in changes.items():
+        if key not in known:
+            near = nearest(key, known)
             raise ShoalError(
                 f"the config of {str(folder)!r} has no {key!r}, which is set under `model:`",
                 fix=f"--model.{near} {value}" if near else f"leave out --model.{key}",
                 code="M077",
             )
-        setattr(config, key, value)
-    return config
 
 
 def _construct(folder: Path, config: Any, *, trusts: bool) -> Any:

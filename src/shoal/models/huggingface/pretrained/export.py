@@ -25,11 +25,11 @@ def for_export(section: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) ->
     model: Any = without_memory(lambda: build_model(model_section))
     expected = {name: tuple(one.shape) for name, one in model.state_dict().items() if name not in model.first_names}
     for name, shape in expected.items():
-        there = tensors[name].shape if name in tensors else None
-        if there is not None and there != shape:
+        there = f"the shape {list(tensors[name].shape)}" if name in tensors else "no tensor"
+        if there != f"the shape {list(shape)}":
             raise ShoalError(
-                f"the recipe must describe the checkpoint's model: {name} has the shape {list(there)} there and"
-                f" {list(shape)} in {str(folder)!r}",
+                f"the recipe must describe the checkpoint's model: {name} has {there} there and the shape {list(shape)}"
+                f" in {str(folder)!r}",
                 fix="--recipe RECIPE, with the recipe that the checkpoint was trained with",
                 code="C044",
             )

@@ -13,6 +13,7 @@ from shoal.config.pretrained_folder import folder_of
 from shoal.errors import ShoalError
 
 TOKENIZER = "tokenizer.json"
+GENERATION = "generation_config.json"
 MOST_CONFIG = 2**24
 """Bytes of a config.json. Large ones list thousands of labels."""
 _DEPTHS = re.compile(r"(num_\w*layers|n_layers?|depth|num_experts|num_local_experts|n_routed_experts)")
@@ -43,6 +44,19 @@ def config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
+def with_floats(value: Any) -> Any:
+    """Values of a config.json, with the floats that JSON does not have: transformers writes {"__float__": "Infinity"}.
+
+    >>> with_floats({"limit": [0.0, {"__float__": "Infinity"}]})
+    {'limit': [0.0, inf]}
+    """
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {key: with_floats(one) for key, one in value.items()}
+    return [with_floats(one) for one in value] if isinstance(value, list) else value
+
+
 def _numbers(config: Mapping[str, Any]) -> list[tuple[str, int]]:
     found = [(key, value) for key, value in config.items() if isinstance(value, int)]
     for inner in (value for value in config.values() if isinstance(value, dict)):  # the config of a part of the model
@@ -56,9 +70,27 @@ def tokenizer_of(name: str, *, trust_remote_code: bool = False, **_: Any) -> str
     return str(path) if path.is_file() else None
 
 
+def end_tokens_of(name: str, *, trust_remote_code: bool = False, **_: Any) -> frozenset[int]:
+    """All tokens that end a text by generation_config.json and config.json: each names none, one or several."""
+    folder, found = folder_of(name, with_code=trust_remote_code), set[int]()
+    for path in (folder / GENERATION, folder / CONFIG):
+        config = read_json(path) if path.is_file() and path.stat().st_size <= MOST_CONFIG else {}
+        parts = (config, config.get("text_config"))  # that of a model with several parts
+        for said in (part.get("eos_token_id") for part in parts if isinstance(part, dict)):
+            found.update(one for one in (said if isinstance(said, list) else [said]) if type(one) is int)
+    return frozenset(found)
+
+
 def has_weights(folder: Path) -> bool:
     """Whether there are safetensors."""
     return (folder / INDEX).is_file() or (folder / SINGLE).is_file() or any(folder.glob("*.safetensors"))
+
+
+def _class_of(folder: Path) -> str:
+    """The class that a config.json names, which has the head."""
+    named = read_json(folder / CONFIG).get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    return name if isinstance(name, str) and name.isidentifier() else "AutoModelForCausalLM"
 
 
 def no_weights(folder: Path) -> ShoalError:
@@ -67,8 +99,8 @@ def no_weights(folder: Path) -> ShoalError:
     if pickles:
         return ShoalError(
             f"the weights in {str(folder)!r} are pickles ({pickles[0]}), which can run code, and are never read",
-            fix="transformers.AutoModel.from_pretrained(FOLDER).save_pretrained(NEW), if you trust them; or"
-            " --model.init random",
+            fix=f"if you trust them: transformers.{_class_of(folder)}.from_pretrained(FOLDER).save_pretrained(NEW),"
+            " and the same with AutoTokenizer; or --model.init random",
             code="M074",
         )
     return ShoalError(

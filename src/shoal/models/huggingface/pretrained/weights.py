@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal.checkpoint.formats.huggingface import read
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
 from shoal.config.pretrained_folder import folder_of
@@ -46,6 +48,7 @@ def weights_of(model: Any, folder: Path) -> dict[str, LazyTensor]:
             fix=_FIX,
             code="M075",
         ) from None
+    raise_if(_untied(model, folder, found))
     found = _with_tied(model, found)
     strange = sorted(set(unexpected) - set(ignored(model, unexpected)))
     raise_if(_misfits(model, folder, found, strange))
@@ -55,13 +58,35 @@ def weights_of(model: Any, folder: Path) -> dict[str, LazyTensor]:
 _FIX = "the weights of this config.json; or --model.init random"
 
 
-def _with_tied(model: Any, found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Give a tied parameter, which files have once, all of its names."""
+def _tied(model: Any) -> Iterator[list[str]]:
+    """All names of each parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
+    return iter(names.values())
+
+
+def _untied(model: Any, folder: Path, found: Mapping[str, LazyTensor]) -> Iterator[Problem]:
+    """Parameters that are one in the model and several, with different values, in the files."""
+    for alike in _tied(model):
+        first, *others = [name for name in alike if name in found] or [""]
+        for other in others:
+            if not _is_same(found[first], found[other]):
+                what = f"{first} and {other} in {str(folder)!r} differ, and the config says that they are one tensor"
+                yield Problem("M075", what, "--model.tie_word_embeddings false")
+
+
+def _is_same(first: LazyTensor, second: LazyTensor) -> bool:
+    """Whether two tensors that are read in the same parts are equal."""
+    pairs = zip(first.boxes, second.boxes, strict=False)
+    is_alike = (first.shape, first.dtype, len(first.boxes)) == (second.shape, second.dtype, len(second.boxes))
+    return is_alike and all(one.begin == other.begin and torch.equal(one.read(), other.read()) for one, other in pairs)
+
+
+def _with_tied(model: Any, found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Give a tied parameter, which files have once, all of its names."""
     out = dict(found)
-    for alike in names.values():
+    for alike in _tied(model):
         known = next((found[name] for name in alike if name in found), None)
         if known is not None:
             out.update(dict.fromkeys(alike, known))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, RunFailed, ShoalError
-from shoal.planner.nearest import Excess, beside_states, nearest_fitting
+from shoal.planner.changes.nearest import Excess, beside_states, nearest_fitting
 from shoal.planner.task import SPARE, Task
 from shoal.predict.cluster import GIB
 from shoal.predict.estimate.peak_memory import PeakMemory

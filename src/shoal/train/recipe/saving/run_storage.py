@@ -182,8 +182,9 @@ def _begin(
     """Write the recipe, drop metrics of steps that will be repeated; returns the last evaluation that stays."""
     if writes_recipe:
         directory.begin(job.recipe)
-        reason = f"restart {restarts}" if restarts else ""
-        append_event(directory.path, "resumed" if steps_done or restarts else "started", steps_done, reason)
+    reason = f"restart {restarts}" if restarts else ""
+    reason += "" if writes_recipe else ": one rank was replaced"
+    append_event(directory.path, "resumed" if steps_done or restarts else "started", steps_done, reason)
     # A run that resumes at its end reports its evaluation once more.
     directory.drop_metrics_after(steps_done, and_its_evaluation=steps_done == steps_of(job))
     return directory.last_evaluation()

@@ -30,7 +30,7 @@ class Rejected:
 
 def alternatives(task: Task, best: Prediction) -> list[Rejected]:
     """Return every plan that differs in one change, with its effect."""
-    found = [_compare(task, best, move, changes) for move, changes in _moves(task, best.plan)]
+    found = [_compare(task, best, move, changes) for move, changes in single_changes(task, best.plan)]
     if not task.workload.is_transformer:
         found.append(
             Rejected("tp, cp", "", "left out: the model does not say its heads, so it is not known what divides")
@@ -38,7 +38,7 @@ def alternatives(task: Task, best: Prediction) -> list[Rejected]:
     return found
 
 
-def _moves(task: Task, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+def single_changes(task: Task, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """Double or halve each axis, and try the other modes; data parallelism takes the ranks that are left."""
     data = {"dp_shard": None, "dp_replicate": None}
     by_heads = ("tp", "cp") if task.workload.is_transformer else ()

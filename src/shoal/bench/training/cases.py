@@ -1,0 +1,86 @@
+"""The recipe of a plan on some ranks, checked before anything is started; an illegal one keeps its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.bench.training.turns import Case
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.plan_parser import parse_words
+from shoal.blueprint.replicas.local_sgd import AUTO
+from shoal.config.recipe import Recipe
+from shoal.errors import Problem, ShoalError
+from shoal.train.recipe.memory.fits import check_fits
+from shoal.train.recipe.preflight import Job, check_recipe
+
+KEPT = ("recompute", "precision")
+"""Words of the recipe's own plan that hold for every plan, unless that has another."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """The ranks of a measurement, and the cores that they have."""
+
+    nproc: tuple[int, ...]
+    threads: int
+    """Of each rank, the same for every number of ranks."""
+    cores: int
+    device: str
+    """cpu or cuda."""
+
+    def shared(self, ranks: int) -> str:
+        """Why a number of ranks says nothing about scaling; empty: it does."""
+        if self.device != "cpu" or ranks * self.threads <= self.cores:
+            return ""
+        of = "" if self.threads == 1 else f" of {self.threads} threads"
+        return f"{ranks} ranks{of} share {self.cores} core{'s' * (self.cores != 1)}: not a measure of scaling"
+
+
+def microbatch_of(recipe: Recipe, most_ranks: int) -> int:
+    """Samples of a microbatch, the same on one rank and on all: the recipe's, or a rank's share of the batch."""
+    return recipe.plan.mb or max(1, recipe.data.global_batch // most_ranks)
+
+
+def with_settings(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
+    """The recipe with other values in some sections."""
+    return recipe.model_copy(
+        update={name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
+    )
+
+
+def with_plan(recipe: Recipe, words: str, *, ranks: int, batch: int, mb: int | None, threads: int) -> Recipe:
+    """The recipe with a plan of these words. Problems of the words are raised."""
+    kept = {key: value for key, value in recipe.plan.to_mapping().items() if key in KEPT}
+    mapping = {**kept, **({} if mb is None else {"mb": mb}), **parse_words(words)}
+    changed = with_settings(
+        recipe, data={"global_batch": batch}, launch={"nproc": ranks, "threads": threads}, run={"planned": False}
+    )
+    return changed.model_copy(update={"plan": Plan(**mapping)})
+
+
+def checked_case(name: str, recipe: Recipe, ranks: int) -> Case:
+    """The case of a recipe; with a reason if the recipe cannot be trained so."""
+    problems, job = checked_job(recipe, ranks)
+    return Case(name, job, _in_one_line(problems))
+
+
+def checked_job(recipe: Recipe, ranks: int) -> tuple[list[Problem], Job | None]:
+    """The job of a recipe, or all its problems."""
+    if recipe.plan.sync == AUTO:
+        what = "sync=auto is chosen when a run begins, and a benchmark needs a value"
+        return [Problem("R055", what, "sync=diloco:50, or no sync")], None
+    try:
+        checked = check_recipe(recipe, ranks, check_size=check_fits(ranks))
+        return list(checked.problems), None if checked.problems else checked.job()
+    except ShoalError as error:
+        return list(error.problems), None
+
+
+def _in_one_line(problems: Sequence[Problem]) -> str:
+    if not problems:
+        return ""
+    first = problems[0]
+    fix = f" (fix: {first.fix})" if first.fix else ""
+    return f"{first.what.splitlines()[0]} [{first.code}]{fix}"

@@ -1,0 +1,60 @@
+"""This machine as a benchmark sees it: its cores, its load, and the cluster that predictions are made for."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from typing import Any
+
+import torch
+
+from shoal.bench import calibrate
+from shoal.bench.fit_cluster import cluster_of
+from shoal.launch.local import launch
+from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import is_measured_here, parse_cluster
+
+CALIBRATION_SECONDS = 20.0
+"""The time of a calibration before a benchmark, where there is none of this machine with as many threads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The machine, and how busy it was."""
+
+    host: str = field(default_factory=socket.gethostname)
+    torch: str = torch.__version__
+    date: str = field(default_factory=lambda: date.today().isoformat())
+    load_before: float = field(default_factory=lambda: os.getloadavg()[0])
+    """Processes that ran or waited for a core in the minute before the benchmark."""
+    began: float = field(default_factory=time.monotonic)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """As JSON, at the end of the benchmark."""
+        took = time.monotonic() - self.began
+        return {**{k: v for k, v in asdict(self).items() if k != "began"}, "seconds": took}
+
+
+def cluster_for_bench(
+    named: str | None, *, ranks: int, threads: int, device: str, say: Callable[[str], None]
+) -> Cluster:
+    """The cluster to predict for: a named one; `here`, if it was calibrated with as many threads; else measured now."""
+    if named is not None:
+        return parse_cluster(named)
+    if is_measured_here():
+        here = parse_cluster("here")
+        is_same = here.device.is_host == (device == "cpu")
+        if is_same and (device != "cpu" or f"with {threads} threads each" in here.source):
+            return here
+    say(f"calibrating for {CALIBRATION_SECONDS:.0f} s; `shoal calibrate` does it once, --cluster names another")
+    arguments = (device, CALIBRATION_SECONDS, True, time.monotonic(), threads)
+    return cluster_of(launch(calibrate.measure, arguments, nproc=max(2, ranks) if device == "cpu" else ranks)[0])
+
+
+def cluster_mapping(cluster: Cluster) -> dict[str, Any]:
+    """Where predictions come from, as JSON."""
+    return {"source": cluster.source, "date": cluster.date, "is_measured": cluster.is_measured}

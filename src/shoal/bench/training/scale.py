@@ -1,0 +1,270 @@
+"""Strong and weak scaling over 1 to N ranks of this machine, for several plans.
+
+    strong   the same global batch on every number of ranks: what a step computes is the same
+    weak     the same number of samples for each rank: the batch grows with the ranks
+    base     one rank of the same program, with the same threads and the same microbatch
+
+Efficiency is the time of the base over the time of a row, divided by the ranks in strong mode. It is taken round by
+round, since both were measured side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+
+from shoal.bench.training import data_parallel
+from shoal.bench.training.cases import Ranks, checked_case, checked_job, microbatch_of, with_plan
+from shoal.bench.training.predicted import Predicted, predict_case
+from shoal.bench.training.turns import WARMUP_STEPS, Case, Spread, differences, measure_in_turns, ratios
+from shoal.config.recipe import Recipe
+from shoal.errors import ShoalError, raise_if
+from shoal.predict.cluster import Cluster
+from shoal.train.build_model import build_model, without_memory
+
+Mode = Literal["strong", "weak"]
+Predictions = Mapping[str, Predicted | None]
+"""Name of a case → its prediction."""
+BASE = "ddp"
+"""The plan of the base, which is alone: nothing is divided and nothing is sent."""
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2, "fp8": 2e-1}
+"""The largest relative difference of a loss between plans that rounding explains. Rounding grows from step to step; a
+gradient that is wrong by a factor changes the loss of the second step by more. An assumption."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleRequest:
+    """Ranks, plans and modes to measure, and for how long."""
+
+    ranks: Ranks
+    plans: tuple[str, ...]
+    modes: tuple[Mode, ...]
+    steps: int
+    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One plan on a number of ranks, in one mode."""
+
+    mode: Mode
+    plan: str
+    ranks: int
+    batch: int
+    case: Case
+    base: Row | None = None
+    """None: this is the base."""
+    note: str = ""
+    """Why its time says nothing about scaling; empty: it does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleTable:
+    """The rows of a benchmark, measured or with their reasons."""
+
+    recipe: Recipe
+    request: ScaleRequest
+    rows: list[Row]
+    cases: list[Case] = field(default_factory=list)
+    """Each once: at the largest number of ranks, both modes have the same batch."""
+    has_dropout: bool = False
+    """Then losses under tp, cp and pp are not compared with others: their masks differ."""
+
+
+def table_of(recipe: Recipe, request: ScaleRequest) -> ScaleTable:
+    """All rows, checked before anything is started. Problems of the base are raised."""
+    known: dict[tuple[str, int, int], Case] = {}
+    rows: list[Row] = []
+    for mode in request.modes:
+        base: Row | None = None
+        for plan, ranks in _pairs(request):
+            batch = _batch(recipe, request.ranks, mode, ranks)
+            if (plan, ranks, batch) not in known:
+                known[plan, ranks, batch] = _case(recipe, request, plan, ranks, batch)
+            case = known[plan, ranks, batch]
+            note = request.ranks.shared(ranks)
+            rows.append(Row(mode=mode, plan=plan, ranks=ranks, batch=batch, case=case, base=base, note=note))
+            base = base or rows[-1]
+    rows += _data_parallel(request, rows)
+    known |= {(row.plan, row.ranks, row.batch): row.case for row in rows if row.plan == data_parallel.NAME}
+    return ScaleTable(
+        recipe=recipe, request=request, rows=rows, cases=list(known.values()), has_dropout=has_dropout(recipe)
+    )
+
+
+def _data_parallel(request: ScaleRequest, rows: Sequence[Row]) -> Iterator[Row]:
+    """The row of `nn.DataParallel` on the largest number of ranks, against the first base; measured with GPUs alone."""
+    base, ranks = rows[0], max(request.ranks.nproc)
+    job = base.case.job
+    assert job is not None
+    if ranks > 1 and base.mode == "strong":
+        num_gpus = ranks if request.ranks.device == "cuda" else 0
+        reason = data_parallel.why_not(num_gpus, job)
+        measure = partial(data_parallel.measure, num_gpus=num_gpus)
+        case = Case(f"{data_parallel.NAME} on {ranks}, batch {base.batch}", job, reason, measure)
+        yield Row(mode="strong", plan=data_parallel.NAME, ranks=ranks, batch=base.batch, case=case, base=base)
+
+
+def measure_scale(table: ScaleTable, say: Callable[[str, int, int], None]) -> None:
+    """Measure all rows in turns. A base that fails is raised: nothing could be compared with it."""
+    measure_in_turns(table.cases, steps=table.request.steps, rounds=table.request.rounds, say=say)
+    for row in table.rows:
+        if row.base is None and row.case.reason:
+            what = f"one rank, the base of every efficiency, cannot be measured: {row.case.reason}"
+            raise ShoalError(what, fix="--data.global_batch 4, or a smaller --model.preset", code="N112")
+
+
+def _pairs(request: ScaleRequest) -> Iterator[tuple[str, int]]:
+    yield BASE, 1
+    for plan in request.plans:
+        yield from ((plan, ranks) for ranks in request.ranks.nproc if ranks > 1)
+
+
+def _batch(recipe: Recipe, ranks: Ranks, mode: Mode, number: int) -> int:
+    if mode == "strong":
+        return recipe.data.global_batch
+    most, mb = max(ranks.nproc), microbatch_of(recipe, max(ranks.nproc))
+    share = max(mb, recipe.data.global_batch // most // mb * mb)
+    return share * number
+
+
+def _case(recipe: Recipe, request: ScaleRequest, plan: str, ranks: int, batch: int) -> Case:
+    mb = microbatch_of(recipe, max(request.ranks.nproc))
+    changed = with_plan(recipe, plan, ranks=ranks, batch=batch, mb=mb, threads=request.ranks.threads)
+    name = f"{plan} on {ranks} rank{'s' * (ranks != 1)}, batch {batch}"
+    if ranks > 1:
+        return checked_case(name, changed, ranks)
+    problems, job = checked_job(changed, ranks)
+    raise_if(problems)
+    return Case(name, job)
+
+
+# ---- the result -----------------------------------------------------------------------------------------------------
+
+
+def to_mapping(table: ScaleTable, cluster: Cluster) -> dict[str, Any]:
+    """Rows, losses and errors of the prediction, as JSON; times in seconds, memory in bytes."""
+    predictions = {case.name: predict_case(case.job.recipe, cluster) for case in table.cases if case.job is not None}
+    rows = [row_mapping(row, predictions) for row in table.rows]
+    return {
+        "rows": rows,
+        "losses": losses_of(table),
+        "prediction": _errors(rows),
+        "steps": table.request.steps,
+        "rounds": table.request.rounds,
+        "warmup_steps": WARMUP_STEPS,
+        "threads": table.request.ranks.threads,
+        "cores": table.request.ranks.cores,
+        "device": table.request.ranks.device,
+    }
+
+
+def row_mapping(row: Row, predictions: Predictions) -> dict[str, Any]:
+    """One row as JSON."""
+    case = row.case
+    known: dict[str, Any] = {
+        "mode": row.mode, "plan": row.plan, "ranks": row.ranks, "global_batch": row.batch,
+        "is_base": row.base is None, "reason": case.reason or None, "note": row.note or None,
+    }  # fmt: skip
+    if case.job is None:
+        return known
+    plan, predicted = case.job.recipe.plan, predictions.get(case.name)
+    if row.plan != data_parallel.NAME:
+        known |= {
+            "microbatch": plan.microbatch_size(row.batch),
+            "num_microbatches": plan.num_microbatches(row.batch),
+            "predicted": None if predicted is None else predicted.to_mapping(),
+        }
+    return known | _measured(row, predictions) if case.is_measured else known
+
+
+def _measured(row: Row, predictions: Predictions) -> dict[str, Any]:
+    case, predicted = row.case, predictions.get(row.case.name)
+    assert case.job is not None
+    seconds, tokens = case.seconds, case.job.training.tokens_per_sample or 1
+    found = {
+        "step_seconds": seconds.to_mapping(),
+        "per_second": row.batch * tokens / seconds.median,
+        "peak_bytes": case.peak,
+        "wait_fraction": max(turn.wait_fraction for turn in case.turns),
+        "loss": case.turns[-1].losses[-1],
+        **_efficiency(row, predictions),
+    }
+    if predicted is None:
+        return found
+    return found | {
+        "step_error": predicted.seconds / seconds.median - 1,
+        "peak_error": predicted.peak / case.peak - 1,
+    }
+
+
+def _efficiency(row: Row, predictions: Predictions) -> dict[str, Any]:
+    """Efficiency and its prediction; nothing for the base, and where ranks share cores."""
+    if row.base is None or row.note or not row.base.case.is_measured:
+        return {}
+    of = row.ranks if row.mode == "strong" else 1
+    slower = ratios(row.case, row.base.case)
+    found = Spread(1 / (slower.median * of), 1 / (slower.high * of), 1 / (slower.low * of))
+    known: dict[str, Any] = {"efficiency": found.to_mapping(), "speedup": found.median * row.ranks}
+    own, base = predictions.get(row.case.name), predictions.get(row.base.case.name)
+    if own is not None and base is not None:
+        expected = base.seconds / (own.seconds * of)
+        known |= {"predicted_efficiency": expected, "efficiency_error": expected / found.median - 1}
+    return known
+
+
+def losses_of(table: ScaleTable) -> list[dict[str, Any]]:
+    """For each global batch: whether all plans have the same losses, which they must up to rounding."""
+    found = []
+    tolerance = TOLERANCE[table.recipe.plan.precision]
+    rows = [row for row in table.rows if row.case.is_measured and _is_comparable(row, table)]
+    for batch in dict.fromkeys(row.batch for row in rows):
+        measured = {row.case.name: row.case for row in rows if row.batch == batch}
+        if len(measured) < 2:
+            continue
+        base, *_ = measured.values()
+        losses = {name: case.turns[-1].losses for name, case in measured.items()}
+        differ = differences(losses, base.turns[-1].losses)
+        found.append(
+            {
+                "global_batch": batch,
+                "compared_with": base.name,
+                "steps": len(base.turns[-1].losses),
+                "loss": base.turns[-1].losses[-1],
+                "differences": {name: value for name, value in differ.items() if name != base.name},
+                "largest": max(differ.values()),
+                "tolerance": tolerance,
+                "are_equal": max(differ.values()) <= tolerance,
+            }
+        )
+    return found
+
+
+def _is_comparable(row: Row, table: ScaleTable) -> bool:
+    """Whether a plan must have the losses of the base. Compression, local SGD and another precision compute something
+    else, and so does dropout where ranks share samples."""
+    assert row.case.job is not None
+    plan = row.case.job.recipe.plan
+    if plan.compress is not None or plan.sync is not None or plan.precision != table.recipe.plan.precision:
+        return False
+    return not table.has_dropout or plan.layout.tp * plan.layout.cp * plan.layout.pp == 1
+
+
+def has_dropout(recipe: Recipe) -> bool:
+    """Whether the model drops some activations at random."""
+    model = without_memory(lambda: build_model(recipe.model))
+    return model is not None and any(isinstance(each, nn.Dropout) and each.p > 0 for each in model.modules())
+
+
+def _errors(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How far predictions are off, over the rows that say something."""
+    keys = ("step_error", "efficiency_error", "peak_error")
+    known = {key: [abs(row[key]) for row in rows if row.get(key) is not None and not row["note"]] for key in keys}
+    return {
+        key: {"median": Spread.of(found).median, "worst": max(found), "rows": len(found)} if found else None
+        for key, found in known.items()
+    }

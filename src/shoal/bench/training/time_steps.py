@@ -1,0 +1,106 @@
+"""Time the steps of a recipe as one rank, and count its memory by cause."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+
+from rich.console import Console
+from torch.distributed import Store
+
+from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.world import World
+from shoal.numerics.lr_schedule import scaled_lr
+from shoal.numerics.optim.build import set_lr
+from shoal.observe.progress import Quiet
+from shoal.parallel.inspect.live_memory import live_memory, peak_bytes
+from shoal.predict.exact.memory import Memory
+from shoal.train.build_model import build_for_layout
+from shoal.train.optim.build import optimizer_of_run
+from shoal.train.recipe.build_run import build_loader, build_run
+from shoal.train.recipe.preflight import Job, first_call
+from shoal.train.recipe.saving.run_storage import load_first_weights
+from shoal.train.recipe.saving.start_weights import expect_weights
+from shoal.train.run import Run
+from shoal.train.run_checkpoint import pack_base
+from shoal.train.trace.find_blocks import attach_blocks
+
+COUNTED_STEP = 1
+"""The step whose memory is counted: the second, since the first one creates the state of the optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSteps:
+    """The steps of one rank."""
+
+    seconds: tuple[float, ...]
+    """Of each step, without the time that it waited for its batch."""
+    waited: tuple[float, ...]
+    """Seconds that each step waited for its batch."""
+    losses: tuple[float, ...]
+    """Of the global batch of each step, the same on every rank."""
+    peak: int
+    """Bytes at the fullest moment: tensors on a GPU, the resident process on a CPU."""
+    process: int
+    """Bytes of the same kind before the model was built."""
+    states: Memory
+    """Bytes of parameters, gradients and optimizer state before an update, counted."""
+
+
+def time_steps(placement: Placement | None, store: Store | None, job: Job, num_steps: int) -> RankSteps:
+    """Make this many steps, the first ones included. Every rank calls it."""
+    launch = job.recipe.launch
+    world = World.start(placement, device=launch.device, timeout=launch.timeout, store=store, threads=launch.threads)
+    process = peak_bytes(world.device)
+    with build_run(job.recipe, world) as run:
+        _prepare(run, job)
+        held: list[Memory] = []
+        seconds, waited, losses = _steps(run, job, num_steps, held)
+        return RankSteps(
+            seconds=tuple(seconds),
+            waited=tuple(waited),
+            losses=tuple(losses),
+            peak=peak_bytes(world.device),
+            process=process,
+            states=held[0],
+        )
+
+
+def _prepare(run: Run, job: Job) -> None:
+    """Model, optimizer and first weights, as `shoal train` makes them."""
+    recipe, optim = job.recipe, job.recipe.optim
+    model = build_for_layout(recipe.model, recipe.run.seed)
+    expect_weights(recipe, model)
+    attach_blocks(model, run.plan.layout.pp, functools.partial(first_call, job.training))
+    run.prepare(model)
+    lr = scaled_lr(optim.lr, batch=recipe.data.global_batch, tuned_for_batch=optim.scale_lr_from_batch)
+    run.prepare(optimizer_of_run(run, optim, lr=lr, seed=recipe.run.seed))
+    load_first_weights(run, job, Quiet(Console(quiet=True)))
+    if recipe.model.lora is not None and recipe.model.lora.base is not None:
+        pack_base(run)
+
+
+def _steps(run: Run, job: Job, num_steps: int, held: list[Memory]) -> tuple[list[float], list[float], list[float]]:
+    """Seconds, waits and losses. The learning rate rises over all steps, so that losses stay comparable."""
+    seconds: list[float] = []
+    waited: list[float] = []
+    losses: list[float] = []
+    counted = min(COUNTED_STEP, num_steps - 1)
+    loader = build_loader(job, run, workers=0)
+    run.world.barrier()
+    try:
+        batches = run.batches(loader)
+        for number in range(num_steps):
+            if number == counted:
+                run.on_gradients = lambda: held.append(live_memory(run.composed, run.optimizer))
+            begin, before = time.perf_counter(), loader.seconds_waited
+            batch = next(batches)
+            set_lr(run.optimizer, (number + 1) / num_steps)
+            losses.append(float(run.step(batch)))  # it waits for the device
+            waited.append(loader.seconds_waited - before)
+            seconds.append(time.perf_counter() - begin - waited[-1])
+            run.on_gradients = None
+    finally:
+        loader.close()
+    return seconds, waited, losses

@@ -1,0 +1,154 @@
+"""Measure several cases in turns: round after round, so that a disturbance of the machine affects all of them.
+
+Every turn of a case starts its own ranks, so memory is that of the case alone. The order is reversed in every second
+round. The slowest rank counts in each step, and the first steps of a turn are left out.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shoal.bench.training.time_steps import RankSteps, time_steps
+from shoal.errors import ShoalError
+from shoal.launch.local import launch
+from shoal.predict.exact.memory import Memory
+from shoal.train.recipe.preflight import Job
+
+WARMUP_STEPS = 3
+"""Steps at the start of a turn that are not timed: memory is allocated, kernels are chosen, states are created."""
+Measure = Callable[[Job, int], Sequence[RankSteps]]
+"""Make this many steps of a job; the steps of every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The median of some measurements, and their range."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Of at least one value.
+
+        >>> Spread.of([3.0, 1.0, 2.0])
+        Spread(median=2.0, low=1.0, high=3.0)
+        """
+        known = list(values)
+        return cls(statistics.median(known), min(known), max(known))
+
+    def to_mapping(self) -> dict[str, float]:
+        """As JSON."""
+        return {"median": self.median, "low": self.low, "high": self.high}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One turn of a case."""
+
+    seconds: tuple[float, ...]
+    """Of each timed step, on its slowest rank."""
+    losses: tuple[float, ...]
+    """Of all steps."""
+    peak: int
+    """Bytes on the fullest rank."""
+    process: int
+    """Bytes of that rank before its model was built."""
+    states: Memory
+    """Bytes of its states."""
+    wait_fraction: float
+    """Time that ranks waited for batches, over the time of the steps. It is not part of the seconds."""
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.seconds)
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankSteps], warmup: int = WARMUP_STEPS) -> Turn:
+        """The turn of all ranks together."""
+        fullest = max(ranks, key=lambda rank: rank.peak)
+        slowest = tuple(max(step) for step in zip(*(rank.seconds[warmup:] for rank in ranks), strict=True))
+        waits = max(sum(rank.waited[warmup:]) for rank in ranks)
+        return cls(
+            seconds=slowest,
+            losses=ranks[0].losses,
+            peak=fullest.peak,
+            process=fullest.process,
+            states=fullest.states,
+            wait_fraction=waits / (sum(slowest) or 1.0),
+        )
+
+
+@dataclass
+class Case:
+    """A recipe to measure on some ranks, or the reason why it cannot be."""
+
+    name: str
+    job: Job | None
+    reason: str = ""
+    measure: Measure = field(default=lambda job, num_steps: _on_ranks(job, num_steps))
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it has no reason and at least one turn."""
+        return bool(self.turns) and not self.reason
+
+    @property
+    def seconds(self) -> Spread:
+        """Seconds of a step, over all turns."""
+        return Spread.of(second for turn in self.turns for second in turn.seconds)
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the fullest moment of any turn."""
+        return max(turn.peak for turn in self.turns)
+
+
+def measure_in_turns(
+    cases: Sequence[Case], *, steps: int, rounds: int, say: Callable[[str, int, int], None] = lambda *_: None
+) -> None:
+    """Measure all cases in turns, `steps` timed ones each. A case that fails gets its reason, and has no more turns.
+
+    `say` is called before each turn with the name of the case, the number of the turn and the number of all turns.
+    """
+    per_round = -(-steps // rounds)
+    total = rounds * len(cases)
+    for number in range(rounds):
+        for place, case in enumerate(cases if number % 2 == 0 else cases[::-1]):
+            say(case.name, number * len(cases) + place, total)
+            if case.job is None or case.reason:
+                continue
+            try:
+                case.turns.append(Turn.of(case.measure(case.job, WARMUP_STEPS + per_round)))
+            except ShoalError as error:
+                case.reason = reason_of(error)
+
+
+def reason_of(error: ShoalError) -> str:
+    """The first problem of an error, in one line with its code."""
+    first = error.problems[0]
+    return f"{first.what.splitlines()[0]} [{first.code}]"
+
+
+def ratios(case: Case, base: Case, factor: float = 1.0) -> Spread:
+    """How many times as long as the base's a step of the case is, round by round: both were measured side by side."""
+    pairs = zip(case.turns, base.turns, strict=False)
+    return Spread.of(factor * turn.median / other.median for turn, other in pairs)
+
+
+def differences(losses: Mapping[str, Sequence[float]], base: Sequence[float]) -> dict[str, float]:
+    """Name → the largest relative difference of any step's loss from the base's."""
+    return {
+        name: max(abs(own - other) / max(abs(other), 1e-30) for own, other in zip(series, base, strict=True))
+        for name, series in losses.items()
+    }
+
+
+def _on_ranks(job: Job, num_steps: int) -> Sequence[RankSteps]:
+    settings, nproc = job.recipe.launch, job.recipe.plan.layout.world_size
+    return launch(time_steps, (job, num_steps), nproc=nproc, timeout=settings.timeout)

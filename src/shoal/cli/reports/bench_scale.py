@@ -1,0 +1,119 @@
+"""The table of `shoal bench scale`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+Found = Mapping[str, Any]
+MODES = {
+    "strong": "strong scaling: the same batch on every number of ranks",
+    "weak": "weak scaling: the batch grows with the ranks",
+}
+COLUMNS = (
+    *("plan", "ranks", "batch", "step", "range", "predicted", "error", "efficiency", "predicted", "peak", "predicted"),
+    "loss",
+)
+
+
+def render(console: Console, found: Found) -> None:
+    """Print a table for each mode, and the sentences below them."""
+    for mode in dict.fromkeys(row["mode"] for row in found["rows"]):
+        console.print(_table(found, mode))
+    for line in sentences(found):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _table(found: Found, mode: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{found['model']}, {MODES[mode]}", title_justify="left")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "plan" else "right", overflow="fold")
+    rows = [row for row in found["rows"] if row["mode"] == mode]
+    for row in rows:
+        table.add_row(*cells(row))
+    return table
+
+
+def cells(row: Found) -> list[str]:
+    """The cells of a row; dashes where there is no figure."""
+    name = "one rank, the base" if row["is_base"] else row["plan"]
+    first = [name, str(row["ranks"]), str(row["global_batch"])]
+    if "step_seconds" not in row:
+        return [*first, *["–"] * (len(COLUMNS) - 3)]
+    step, efficiency, predicted = row["step_seconds"], row.get("efficiency"), row.get("predicted")
+    return [
+        *first,
+        ms(step["median"]),
+        f"{ms(step['low'])} to {ms(step['high'])}",
+        ms(predicted["seconds"]) if predicted else "–",
+        signed(row.get("step_error")),
+        percent(efficiency["median"]) if efficiency else "–",
+        percent(row["predicted_efficiency"]) if "predicted_efficiency" in row else "–",
+        mib(row["peak_bytes"]),
+        mib(predicted["peak"]) if predicted else "–",
+        f"{row['loss']:.5f}",
+    ]
+
+
+def sentences(found: Found) -> Iterator[str]:
+    """What the table means, what it leaves out, and why."""
+    for plan, ranks, reason in dict.fromkeys((row["plan"], row["ranks"], row["reason"]) for row in found["rows"]):
+        if reason:
+            yield f"{plan} on {ranks} ranks: {reason}"
+    yield from dict.fromkeys(row["note"] for row in found["rows"] if row["note"])
+    for each in found["losses"]:
+        steps, batch, largest = each["steps"], each["global_batch"], each["largest"]
+        if each["are_equal"]:
+            yield f"losses of {steps} steps of batch {batch} are equal over all plans, to {largest:.0e} (rounding)"
+        else:
+            worst = max(each["differences"], key=lambda name: each["differences"][name])
+            yield (
+                f"losses of batch {batch} DIFFER: {worst} by {largest:.1e}, and rounding explains"
+                f" {each['tolerance']:.0e} at most; shoal verify compares every gradient"
+            )
+    for key, what in (
+        ("step_error", "step times are"),
+        ("efficiency_error", "efficiencies are"),
+        ("peak_error", "memory is"),
+    ):
+        if (error := found["prediction"].get(key)) is not None:
+            yield f"predicted {what} off by {percent(error['median'])} (median), {percent(error['worst'])} (worst)"
+    yield machine(found)
+
+
+def machine(found: Found) -> str:
+    """One line about the machine, the load and the source of the predictions."""
+    threads = f", {found['threads']} thread{'s' * (found['threads'] > 1)} a rank on {found['cores']} cores"
+    calibrated = "" if found["cluster"]["is_measured"] else "; predicted for a preset, which was not measured here"
+    return (
+        f"measured in {found['seconds']:.0f} s on {found['host']}{threads}, load {found['load_before']:.1f} before,"
+        f" torch {found['torch']}, {found['date']}{calibrated}"
+    )
+
+
+def ms(seconds: float) -> str:
+    """Seconds as milliseconds."""
+    return f"{seconds * 1e3:,.1f} ms"
+
+
+def mib(size: float) -> str:
+    """Bytes as MiB or GiB."""
+    if size >= 2**30:
+        return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**20:.0f} MiB" if size >= 10 * 2**20 or not size else f"{size / 2**20:.2f} MiB"
+
+
+def percent(value: float) -> str:
+    """A fraction in percent."""
+    return f"{100 * value:.0f} %"
+
+
+def signed(value: float | None) -> str:
+    """A relative error with its sign."""
+    return "–" if value is None else f"{100 * value:+.0f} %"

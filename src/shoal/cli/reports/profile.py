@@ -1,0 +1,85 @@
+"""A profile, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, TextIO
+
+BAR = 16
+"""Characters of the longest bar."""
+NEGLIGIBLE = 5e-4
+"""Fraction of a step: a smaller part would be shown as 0.0 %."""
+WORDS = {
+    "data": "waiting for data",
+    "bubble": "pipeline bubble",
+    "save": "saving",
+    "late": "for a late rank",
+    "wire": "on the wire",
+    "wait": "not split",
+}
+
+
+def show_profile(found: Mapping[str, Any], *, as_json: bool, out: TextIO) -> None:
+    """Print where a step goes, and the verdict."""
+    if as_json:
+        print(json.dumps(found), file=out)
+        return
+    from rich.console import Console
+
+    console = Console(file=out)
+    console.print(_parts(found))
+    for line in _lines(found):
+        console.print(line, markup=False, highlight=False)
+
+
+def _parts(found: Mapping[str, Any]) -> Any:
+    from rich.table import Table
+
+    predicted = found["predicted_step_seconds"]
+    title = f"{found['plan']}: {found['steps']} steps of {_ms(found['step_seconds'])} on {found['ranks_count']} ranks"
+    table = Table(title=title.replace("on 1 ranks", "on 1 rank"), title_justify="left")
+    for name in ("part", "measured", "", "of a step", *(["predicted"] if predicted else [])):
+        table.add_column(name, justify="left" if name in ("part", "") else "right")
+    longest = max(part["fraction"] for part in found["parts"])
+    for part in found["parts"]:
+        if not (part["fraction"] >= NEGLIGIBLE or part["predicted_seconds"]):
+            continue
+        bar = "█" * round(BAR * part["fraction"] / longest)
+        row = [spoken(part["part"]), _ms(part["seconds"]), bar, f"{part['fraction']:.1%}"]
+        seconds = part["predicted_seconds"]
+        table.add_row(*row, *([_ms(seconds) if seconds is not None else ""] if predicted else []))
+    table.add_section()
+    total = ["step", _ms(found["step_seconds"]), "", "100.0%"]
+    table.add_row(*total, *([_ms(predicted)] if predicted else []))
+    return table
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
+    verdict = found["verdict"]
+    yield f"verdict   {verdict['title']}: {verdict['evidence']}"
+    yield f"next      {verdict['next']}"
+    for axis, hidden in found.get("overlap", {}).items():
+        yield f"hidden    {hidden:.0%} of the communication of {axis} is beside computation"
+    if memory := found.get("memory"):
+        predicted = memory.get("predicted", {})
+        beside = f", {predicted['total'] / 2**20:,.0f} MiB predicted" if predicted else ""
+        yield f"memory    {memory['measured_peak'] / 2**20:,.0f} MiB at the peak of rank 0{beside}"
+    if operators := found.get("operators"):
+        yield "operators " + ", ".join(f"{each['operator']} {each['fraction']:.0%}" for each in operators[:5])
+    if found["trace"]:
+        yield f"trace     {found['trace']}, for https://ui.perfetto.dev"
+
+
+def spoken(name: str) -> str:
+    """A part in words.
+
+    >>> spoken("tp.late"), spoken("forward")
+    ('tp, for a late rank', 'forward')
+    """
+    axis, _, kind = name.rpartition(".")
+    return f"{'all ranks' if axis == 'world' else axis}, {WORDS[kind]}" if axis else WORDS.get(name, name)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"

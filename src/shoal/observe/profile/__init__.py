@@ -1,0 +1,1 @@
+"""What a profile says: parts of a step that add to the whole, a verdict, and a trace for Perfetto."""

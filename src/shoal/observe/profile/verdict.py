@@ -1,0 +1,183 @@
+"""One verdict about a profile: the cause that costs most, its evidence, and the next thing to type.
+
+Causes compete by their cost, the fraction of a step that would be saved without them. Below a tenth none is worth a
+change, and the run is bound by computation.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.observe.profile.partition import BUBBLE, LATE, WHOLE, WIRE, RankParts, axis_of, mean
+
+NOTED = 0.1
+"""Fraction of a step: a smaller cost is no verdict. An assumption, as `arrivals.WARN`."""
+JITTER = 1.3
+"""95th over 50th percentile of the time of a step. An assumption."""
+
+TITLES = {
+    "compute": "compute-bound",
+    "data": "waiting for data",
+    "straggler": "waiting for rank {rank}",
+    "link": "link-bound on {axis}",
+    BUBBLE: "pipeline bubble",
+    "recompute": "recomputing activations",
+    "saving": "saving checkpoints",
+    "jitter": "jitter",
+    "cores": "oversubscribed cores",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What bounds a run."""
+
+    kind: str
+    """A key of `TITLES`."""
+    cost: float
+    """The fraction of a step."""
+    evidence: str
+    rank: int | None = None
+    axis: str = ""
+    next: str = ""
+    """What to type."""
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        return TITLES[self.kind].format(rank=self.rank, axis=self.axis)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """As JSON values."""
+        found = {"kind": self.kind, "title": self.title, "cost": self.cost, "evidence": self.evidence}
+        about = {"rank": self.rank} if self.rank is not None else {"axis": self.axis} if self.axis else {}
+        return {**found, **about, "next": self.next}
+
+
+def judge(
+    ranks: Sequence[RankParts], fix: Callable[[Verdict], str], predicted: Mapping[str, float] | None = None
+) -> Verdict:
+    """The verdict. `fix` says what to type; `predicted` has seconds of a step, by part."""
+    parts = mean(ranks)
+    step = sum(parts.values())
+    shares = {name: seconds / step for name, seconds in parts.items()}
+    found = max(_candidates(ranks, shares), key=lambda each: each.cost, default=None)
+    jitter = _jitter(ranks)
+    if found is None or found.cost < NOTED:
+        found = jitter or _compute(shares)
+    elif jitter is not None and jitter.cost > found.cost:
+        found = jitter
+    return replace(found, evidence=found.evidence + _beside(found, predicted or {}), next=fix(found))
+
+
+def _beside(found: Verdict, predicted: Mapping[str, float]) -> str:
+    """What was predicted of the same part: `; predicted 19%`."""
+    name = f"{found.axis}.{WIRE}" if found.kind == "link" else found.kind
+    is_predicted = found.kind in ("link", BUBBLE, "recompute") and bool(predicted)
+    return f"; predicted {predicted.get(name, 0.0) / sum(predicted.values()):.0%}" if is_predicted else ""
+
+
+def _candidates(ranks: Sequence[RankParts], shares: Mapping[str, float]) -> Iterator[Verdict]:
+    for name, kind, words in (
+        ("data", "data", "of a step is spent waiting for batches"),
+        (BUBBLE, BUBBLE, "of a step the stages of the pipeline wait for each other"),
+        ("recompute", "recompute", "of a step computes activations a second time"),
+        ("save", "saving", "of a step is spent saving"),
+    ):
+        share = shares.get(name, 0.0)
+        yield Verdict(kind=kind, cost=share, evidence=f"{share:.0%} {words}")
+    yield from _links(shares)
+    yield from _late(ranks)
+    yield from _cores(ranks)
+
+
+def _links(shares: Mapping[str, float]) -> Iterator[Verdict]:
+    by_axis: dict[str, float] = defaultdict(float)
+    for name, share in shares.items():
+        if name.endswith((f".{WIRE}", f".{WHOLE}")):
+            by_axis[axis_of(name)] += share
+    for axis, share in by_axis.items():
+        is_split = f"{axis}.{WHOLE}" not in shares
+        where = "on the wire" if is_split else "in communication (not split: the ranks have no common clock)"
+        yield Verdict(kind="link", axis=axis, cost=share, evidence=f"{axis} waits {share:.0%} of a step {where}")
+
+
+def _late(ranks: Sequence[RankParts]) -> Iterator[Verdict]:
+    """The rank that the others wait for; or ranks that are late in turns, which is jitter."""
+    if len(ranks) < 2:
+        return
+    total = statistics.fmean(sum(rank.seconds) for rank in ranks)
+    costs: dict[int, float] = defaultdict(float)
+    for rank in ranks:
+        for last, seconds in rank.late_for.items():
+            costs[last] += seconds / (len(ranks) - 1) / total
+    ordered = sorted(((cost, rank) for rank, cost in costs.items()), reverse=True)
+    if not ordered:
+        return
+    (cost, slowest), *others = ordered
+    if not others or cost > 2 * others[0][0]:
+        evidence = f"the other ranks wait {cost:.0%} of a step for rank {slowest}{_excess(ranks, slowest)}"
+        yield Verdict(kind="straggler", rank=slowest, cost=cost, evidence=evidence)
+    else:
+        together = sum(cost for cost, _ in ordered)
+        yield Verdict(kind="jitter", cost=together, evidence=f"ranks are late in turns, {together:.0%} of a step")
+
+
+def _excess(ranks: Sequence[RankParts], slowest: int) -> str:
+    """The part in which a rank spends more than the others: `, which spends 210 ms more in data`."""
+    own = next(rank for rank in ranks if rank.record.rank == slowest)
+    others = mean([rank for rank in ranks if rank is not own])
+    more = {
+        name: seconds - others.get(name, 0.0) for name, seconds in mean([own]).items() if not name.endswith(f".{LATE}")
+    }
+    name = max(more, key=lambda each: more[each])
+    return f", which spends {more[name] * 1e3:.0f} ms more in {name}" if more[name] > 0 else ""
+
+
+def _cores(ranks: Sequence[RankParts]) -> Iterator[Verdict]:
+    """Threads that wait for a core, by the kernel's own count."""
+    for host in sorted({rank.record.host for rank in ranks}):
+        here = [rank for rank in ranks if rank.record.host == host]
+        delays = [rank.delay for rank in here if rank.delay is not None]
+        threads, cores = sum(rank.record.threads for rank in here), here[0].record.cores
+        cost = statistics.fmean(delays) if delays else NOTED * (threads > cores)
+        each = here[0].record.threads
+        who = f"{len(here)} rank{'s' * (len(here) > 1)} x {each} thread{'s' * (each > 1)} on {cores} cores"
+        waits = f"ranks wait {cost:.0%} of a step for a core" if delays else "more threads than cores"
+        whose = "" if threads > cores else "; other programs use them"
+        yield Verdict(kind="cores", cost=cost, evidence=f"{waits}: {who}{whose}")
+
+
+def _jitter(ranks: Sequence[RankParts]) -> Verdict | None:
+    """Steps of different length, without the time of saves."""
+    each = [
+        [seconds - step.get("save", 0.0) for seconds, step in zip(rank.seconds, rank.steps, strict=True)]
+        for rank in ranks
+    ]
+    steps = sorted(statistics.fmean(of_step) for of_step in zip(*each, strict=True))
+    middle, high = statistics.median(steps), percentile(steps, 0.95)
+    if high <= JITTER * middle:
+        return None
+    average = statistics.fmean(steps)
+    evidence = f"steps take {middle * 1e3:.0f} ms (median) and {high * 1e3:.0f} ms (95th percentile)"
+    return Verdict(kind="jitter", cost=(average - middle) / average, evidence=evidence)
+
+
+def _compute(shares: Mapping[str, float]) -> Verdict:
+    share = sum(shares.get(name, 0.0) for name in ("forward", "backward", "optimizer"))
+    evidence = f"{share:.0%} of a step is forward, backward and update"
+    return Verdict(kind="compute", cost=share, evidence=f"{evidence}; no other cause takes {NOTED:.0%}")
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """The smallest value that is not below this part of the values.
+
+    >>> percentile([1.0, 2.0, 3.0, 4.0, 5.0], 0.95), percentile([1.0, 2.0, 3.0, 4.0], 0.5)
+    (5.0, 2.0)
+    """
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-part * len(ordered) // 1) - 1))]

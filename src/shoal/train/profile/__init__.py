@@ -1,0 +1,1 @@
+"""Profile the steps of a run."""

@@ -1,0 +1,117 @@
+"""What was predicted of a recipe's step, beside its profile, and what to type next."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from shoal.config.recipe import Recipe
+from shoal.observe.profile.profile import FIXES
+from shoal.observe.profile.verdict import Verdict
+from shoal.parallel.inspect.live_memory import live_memory, peak_bytes
+from shoal.planner.changes.next_change import COMPUTE, NextChange, next_change
+from shoal.planner.task import Task
+from shoal.predict.estimate.step_time import StepTime
+from shoal.train.recipe.auto_plan import model_of
+from shoal.train.recipe.predict_step import task_for
+from shoal.train.run import Run
+
+TO_TYPE = {
+    "compute": "nothing to change: the time is the model's own arithmetic; more ranks, or --run.compile true",
+    "data": "--data.workers 4, or data on a faster disk",
+    "bubble": "--plan.mb 1, or another size that gives more microbatches",
+    "recompute": "--plan.recompute selective, or none, if memory allows",
+    "saving": "--checkpoint.every 10min, or --checkpoint.dir on a faster disk",
+}
+"""What to type where the planner knows nothing better."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The prediction for a recipe whose plan is resolved. Only the main rank makes one, so none of it may raise: the
+    other ranks would wait for it."""
+
+    recipe: Recipe
+
+    @cached_property
+    def task(self) -> Task | None:
+        """The planner's task; None: the model cannot be predicted."""
+        try:
+            return task_for(self.recipe, model_of(self.recipe))
+        except Exception:  # no preset for this machine, or a model that the planner cannot read
+            return None
+
+    @cached_property
+    def predicted(self) -> dict[str, float]:
+        """Part → seconds of a step; empty: not predicted."""
+        with suppress(Exception):
+            return {} if self.task is None else parts_of(self.task.time(self.recipe.plan), self.recipe)
+        return {}
+
+    def fix(self, verdict: Verdict) -> str:
+        """What to type: a change that the planner has priced, if it can."""
+        if verdict.kind == "cores":
+            return self._fix_cores()
+        bucket = self.recipe.run.bucket_mb
+        if verdict.kind == "link" and verdict.axis.startswith("dp_") and isinstance(bucket, float) and bucket < 1:
+            return f"--run.bucket_mb auto in place of {bucket:g}: small buckets are many messages"
+        with suppress(Exception):
+            if (found := self._priced(verdict)) is not None:
+                return str(found)
+        return TO_TYPE.get(verdict.kind, FIXES[verdict.kind])
+
+    def memory(self, run: Run) -> dict[str, Any]:
+        """Bytes of a rank: the measured peak, counted states, and the prediction by cause."""
+        found: dict[str, Any] = {"measured_peak": peak_bytes(run.device)}
+        with suppress(Exception):
+            counted = live_memory(run.composed, run.optimizer)
+            found["counted"] = {"parameters": counted.parameters, "optimizer": counted.optimizer}
+        with suppress(Exception):
+            if self.task is not None:
+                predicted = self.task.memory(self.recipe.plan)
+                causes = {name: round(size) for name, size in asdict(predicted).items() if name != "stage" and size > 1}
+                found["predicted"] = {**causes, "total": round(predicted.total)}
+        return found
+
+    def _priced(self, verdict: Verdict) -> NextChange | None:
+        cause = verdict.axis if verdict.axis in ("tp", "cp", "ep", "pp") else "dp" if verdict.axis else verdict.kind
+        if self.task is None or cause not in ("compute", "bubble", "recompute", "tp", "cp", "ep", "pp", "dp"):
+            return None
+        return next_change(self.task, self.recipe.plan, cause)
+
+    def _fix_cores(self) -> str:
+        ranks, threads = self.recipe.plan.layout.world_size, self.recipe.launch.threads
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if ranks > cores:
+            return f"--nproc {cores}: more ranks than cores do not compute faster"
+        if threads is not None and threads * ranks > cores:
+            return f"--launch.threads {max(1, cores // ranks)} in place of {threads}"
+        return "top, to find the other programs that use the cores"
+
+
+def parts_of(time: StepTime, recipe: Recipe) -> dict[str, float]:
+    """A predicted step in the parts of a profile. A forward takes half as long as a backward."""
+    causes = time.causes()
+    compute, again = sum(causes[name] for name in COMPUTE), recipe.plan.recompute == "full"
+    passes = 4 if again else 3
+    data = "dp_shard" if recipe.plan.zero else "dp_replicate"
+    found = {
+        "forward": compute / passes,
+        "backward": compute * 2 / passes,
+        "recompute": compute / passes if again else 0.0,
+        **_waits(causes, data),
+        "bubble": causes["bubble"],
+        "optimizer": causes["optimizer"] + causes["offload"],
+        "other": causes["fixed"],
+    }
+    return {name: seconds for name, seconds in found.items() if seconds > 0}
+
+
+def _waits(causes: Mapping[str, float], data: str) -> dict[str, float]:
+    """What is predicted to travel while nothing is computed. Ranks are predicted to arrive together."""
+    axes = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "dp": data}
+    return {f"{axis}.wire": causes[cause] for cause, axis in axes.items()}

@@ -1,0 +1,112 @@
+"""Profile a few steps of a recipe's run: `run.profile` and `shoal profile`.
+
+step   1   2 │ 3 │ 4   5   6   7   8 │ 9   10
+             │   └ timed by part      └ top operators, with torch's profiler, whose own cost is in no part
+             └ the timer runs, and its first step is left out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.config.recipe import Recipe
+from shoal.observe.profile.profile import Profile
+from shoal.train.profile.advice import Advice
+from shoal.train.profile.operators import OperatorTrace
+from shoal.train.profile.profiler import Profiler, reject_gpu
+from shoal.train.run import Run
+
+FIRST, WARMUP, TRACED = 2, 1, 2
+"""Steps before the timer, steps that it leaves out, and steps of torch's profiler."""
+
+
+def steps_needed(steps: int) -> int:
+    """The steps of a run that is profiled for `steps` steps."""
+    return FIRST + WARMUP + steps + TRACED
+
+
+class RecipeProfile:
+    """The profile of a run, which begins and ends by itself; of no steps, it does nothing."""
+
+    def __init__(
+        self,
+        run: Run,
+        recipe: Recipe,
+        steps: int,
+        directory: Path | None,
+        note: Callable[[str], None],
+        *,
+        is_only: bool = False,
+    ) -> None:
+        self.run, self.recipe, self.steps, self.directory, self.note = run, recipe, steps, directory, note
+        self.is_only = is_only
+        """Whether the run exists for its profile."""
+        self._made = 0
+        self._profiler: Profiler | None = None
+        self._operators: OperatorTrace | None = None
+        self._result: dict[str, Any] | None = None
+
+    def begin(self) -> None:
+        """Count the steps of the run from now on."""
+        if self.steps:
+            reject_gpu(self.run)
+            self.run.after_update = self._after_update
+
+    def finish(self) -> None:
+        """End a profile that the end of the run has cut short. Every rank calls it."""
+        if self._profiler is not None and self._result is None:
+            if self._profiler.steps_timed:
+                self._report()
+            else:
+                self._profiler.stop()
+                self.note("profile: the run ended before a step was timed")
+
+    def close(self) -> None:
+        """Stop all timers, also after a failure: the process may train on in the place of another run."""
+        if self._profiler is not None:
+            self._profiler.stop()
+        if self._operators is not None:
+            self._operators.stop()
+
+    def summary(self) -> dict[str, Any]:
+        """The profile, for the summary of the run; empty: there was none."""
+        return {} if self._result is None else {"profile": self._result}
+
+    def _after_update(self) -> None:
+        self._made += 1
+        if self._made == FIRST:
+            self._profiler = Profiler(self.run, warmup=WARMUP)
+            self._profiler.start(then=self._after_update)
+        elif self._made == FIRST + WARMUP + self.steps:
+            assert self._profiler is not None
+            self._profiler.stop()
+            self._operators = OperatorTrace.begin() if self.run.is_main else None
+        elif self._made == steps_needed(self.steps):
+            self._report()
+            self.run.after_update = None
+
+    def _report(self) -> None:
+        """Gather, judge and write."""
+        assert self._profiler is not None
+        if not self.run.is_main:
+            self._result = self._profiler.finish().to_mapping()
+            return
+        advice = Advice(self.recipe)
+        more = {"memory": advice.memory(self.run), **(self._operators.end() if self._operators is not None else {})}
+        found = self._profiler.finish(fix=advice.fix, predicted=advice.predicted, more=more)
+        self._result = found.to_mapping()
+        self._write(found)
+        if not self.is_only:  # else the command prints it
+            self.note(f"profile: {found.verdict.title}: {found.verdict.evidence}\n         next: {found.verdict.next}")
+
+    def _write(self, found: Profile) -> None:
+        """Write both files, or report why not: a full disk does not end a run."""
+        if self.directory is None:
+            return
+        try:
+            found.write(self.directory / "profile.json")
+            found.write_trace(self.directory / "trace.json")
+        except OSError as error:
+            self.note(f"profile: {self.directory / 'profile.json'} cannot be written: {error.strerror}")

@@ -1,0 +1,62 @@
+"""`shoal profile` and `run.profile`: a verdict with its evidence, files for a page and for Perfetto, causes put in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.host import Host
+
+WORDS = [
+    *["--data.source", "synthetic", "--data.synthetic_kind", "images", "--data.image_size", "8"],
+    *["--data.vocabulary", "8", "--data.global_batch", "8", "--data.synthetic_samples", "64", "--data.workers", "0"],
+    *[
+        "--model.name",
+        "mlp",
+        "--model.sizes",
+        "[192, 16, 8]",
+        "--device",
+        "cpu",
+        "--launch.threads",
+        "1",
+        "--checkpoint.every",
+        "0step",
+    ],
+]
+
+
+def test_a_slow_rank_is_named(host: Host, tmp_path: Path) -> None:
+    words = [*WORDS, "--nproc", "2", "--steps", "2", "--json", "--trace", "here.json", "--run.bucket_mb", "0.001"]
+    done = host.run("profile", *words, cwd=tmp_path, env={"SHOAL_FAULTS": "sleep_at=rank:1,seconds:0.2"})
+    assert done.code == 0, done.said
+    found = json.loads(done.out.read_text())
+    assert (found["verdict"]["kind"], found["verdict"]["rank"]) == ("straggler", 1)
+    assert "more in optimizer" in found["verdict"]["evidence"]  # the fault is between gradients and update
+    assert sum(part["fraction"] for part in found["parts"]) == pytest.approx(1, abs=1e-6)
+    assert found["operators"][0]["calls"] > 0
+    assert found["memory"]["measured_peak"] > found["memory"]["counted"]["parameters"] > 0
+    assert found["predicted_step_seconds"] > 0
+    written = json.loads((tmp_path / "runs/run-profile/profile.json").read_text())
+    assert written["verdict"] == found["verdict"]
+    assert len(json.loads((tmp_path / "here.json").read_text())["traceEvents"]) > 20
+    assert not (tmp_path / "runs/run").exists()
+
+
+def test_a_slow_disk_is_named_in_a_run_that_saves(host: Host, tmp_path: Path) -> None:
+    words = [*WORDS, "--nproc", "1", "--run.profile", "2step", "--run.duration", "6step", "--checkpoint.every", "1step"]
+    done = host.run("train", *words, cwd=tmp_path, env={"SHOAL_FAULTS": "slow_disk_at=rank:0,seconds:0.05"})
+    assert done.code == 0, done.said
+    found = json.loads((tmp_path / "runs/run/profile.json").read_text())
+    assert found["verdict"]["kind"] == "saving"
+    assert found["steps"] == 2
+    assert "profile: saving checkpoints" in done.said
+
+
+def test_wrong_numbers_of_steps_are_rejected(host: Host, tmp_path: Path) -> None:
+    done = host.run("profile", *WORDS, "--steps", "0", "--run.profile", "3min", cwd=tmp_path)
+    assert done.code == 2
+    text = " ".join(done.err.read_text().split())
+    assert "--steps must be at least 1, got 0" in text
+    assert "run.profile must be a number of steps, got the time 3min" in text

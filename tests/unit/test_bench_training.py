@@ -1,0 +1,213 @@
+"""The arithmetic of benchmarks of training: turns, ratios, losses and the rows that mean nothing."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shoal.bench.training import step, turns
+from shoal.bench.training.cases import Ranks, checked_case, microbatch_of, with_plan
+from shoal.bench.training.data_parallel import time_data_parallel
+from shoal.bench.training.scale import BASE, Row, ScaleRequest, ScaleTable, losses_of, row_mapping, table_of
+from shoal.bench.training.time_steps import RankSteps, time_steps
+from shoal.bench.training.turns import WARMUP_STEPS, Case, Spread, Turn, differences, measure_in_turns, ratios
+from shoal.cli.reports import bench_memory, bench_scale, bench_step
+from shoal.config.recipe import DataSection, LaunchSection, ModelSection, Recipe
+from shoal.errors import ShoalError
+from shoal.launch.local import launch
+from shoal.predict.exact.memory import Memory
+from shoal.train.recipe.preflight import Job
+from tests import bench_results
+
+DIMENSIONS = {"num_layers": 1, "hidden": 16, "num_heads": 2, "num_kv_heads": 2, "ffn": 32}
+TINY = Recipe(
+    model=ModelSection(name="llama", **DIMENSIONS),  # type: ignore[arg-type]
+    data=DataSection(source="synthetic", seq_len=8, global_batch=8),
+    launch=LaunchSection(device="cpu", threads=1),
+)
+
+
+def rank_steps(seconds: list[float], *, losses: list[float] | None = None, peak: int = 100) -> RankSteps:
+    return RankSteps(
+        seconds=tuple(seconds), waited=(0.5,) * len(seconds), losses=tuple(losses or [1.0] * len(seconds)), peak=peak,
+        process=10, states=Memory(peak, 0, 0),
+    )  # fmt: skip
+
+
+def case(name: str, medians: list[float], losses: list[float] | None = None, job: Any = None) -> Case:
+    made = Case(name, job)
+    made.turns = [Turn.of([rank_steps([9.0] * WARMUP_STEPS + [each], losses=losses)]) for each in medians]
+    return made
+
+
+def request_of(nproc: tuple[int, ...]) -> ScaleRequest:
+    ranks = Ranks(nproc=nproc, threads=1, cores=2, device="cpu")
+    return ScaleRequest(ranks=ranks, plans=(), modes=("strong",), steps=1, rounds=1)
+
+
+def test_the_slowest_rank_counts_and_the_first_steps_do_not() -> None:
+    warm = [9.0] * WARMUP_STEPS
+    turn = Turn.of([rank_steps([*warm, 1.0, 4.0], peak=5), rank_steps([*warm, 2.0, 3.0], peak=7)])
+    assert turn.seconds == (2.0, 4.0)
+    assert (turn.median, turn.peak, turn.states.parameters) == (3.0, 7, 7)
+    assert turn.wait_fraction == pytest.approx(1.0 / 6.0)
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    """A machine that is three times as slow in the second round changes no ratio."""
+    assert ratios(case("a", [1.0, 3.0]), case("b", [2.0, 6.0])) == Spread(0.5, 0.5, 0.5)
+
+
+def test_turns_alternate_and_a_failure_ends_its_case() -> None:
+    order: list[str] = []
+
+    def measured(name: str) -> turns.Measure:
+        def measure(job: Job, num_steps: int) -> list[RankSteps]:
+            order.append(name)
+            if name == "b":
+                raise ShoalError("out of memory", fix="less", code="N023")
+            return [rank_steps([1.0] * num_steps)]
+
+        return measure
+
+    job: Any = object()
+    cases = [Case(name, job, measure=measured(name)) for name in "abc"] + [Case("d", None, "illegal")]
+    measure_in_turns(cases, steps=3, rounds=2)
+    assert order == ["a", "b", "c", "c", "a"]
+    assert [len(each.turns) for each in cases] == [2, 0, 2, 0]
+    assert len(cases[0].turns[0].seconds) == 2
+    assert cases[1].reason == "out of memory [N023]"
+
+
+def test_efficiency_is_divided_by_ranks_in_strong_mode_alone() -> None:
+    job: Any = type("Job", (), {"recipe": TINY.model_copy(update={"plan": TINY.plan.resolve(1)})})
+    job.training = type("Data", (), {"tokens_per_sample": 8})
+    base = Row(mode="strong", plan=BASE, ranks=1, batch=8, case=case("base", [4.0, 4.0], job=job))
+    for mode, expected in (("strong", 0.5), ("weak", 1.0)):
+        row = Row(mode=mode, plan="x", ranks=2, batch=8, case=case("row", [4.0, 4.0], job=job), base=base)  # type: ignore[arg-type]
+        assert row_mapping(row, {})["efficiency"]["median"] == expected
+    shared = Row(mode="strong", plan="x", ranks=2, batch=8, case=case("row", [4.0], job=job), base=base, note="shared")
+    assert "efficiency" not in row_mapping(shared, {})
+
+
+def test_ranks_beyond_the_cores_say_so() -> None:
+    ranks = Ranks(nproc=(1, 2, 4), threads=1, cores=2, device="cpu")
+    assert ranks.shared(2) == ""
+    assert ranks.shared(4) == "4 ranks share 2 cores: not a measure of scaling"
+    assert Ranks(nproc=(4,), threads=1, cores=2, device="cuda").shared(4) == ""
+
+
+def row_with_losses(name: str, last: float, words: str = "ddp") -> Row:
+    plan = TINY.plan.parse(words).resolve(2)
+    job: Any = type("Job", (), {"recipe": TINY.model_copy(update={"plan": plan})})
+    return Row(mode="strong", plan=name, ranks=2, batch=8, case=case(name, [1.0], [2.0, 1.9, 1.8, last], job))
+
+
+def test_a_plan_that_computes_something_else_is_not_compared() -> None:
+    base = row_with_losses("base", 1.7)
+    for words, has_dropout in (("compress=int8", False), ("sync=diloco:5", False), ("bf16", False), ("tp=2", True)):
+        table = ScaleTable(recipe=TINY, request=request_of((1,)), rows=[base, row_with_losses("other", 1.8, words)],
+                           has_dropout=has_dropout)  # fmt: skip
+        assert losses_of(table) == [], words
+        (found,) = losses_of(replace(table, rows=[*table.rows, row_with_losses("ddp", 1.8)]))
+        assert set(found["differences"]) == {"ddp"}
+
+
+def test_a_plan_with_an_open_choice_has_a_reason() -> None:
+    recipe = with_plan(TINY, "sync=auto", ranks=2, batch=8, mb=2, threads=1)
+    assert checked_case("open", recipe, 2).reason.startswith("sync=auto is chosen when a run begins")
+
+
+def test_a_plan_with_other_losses_is_found() -> None:
+    rows = [row_with_losses(name, last) for name, last in (("base", 1.7), ("same", 1.7 + 1e-6), ("wrong", 1.71))]
+    request = request_of((1,))
+    (found,) = losses_of(ScaleTable(recipe=TINY, request=request, rows=rows))
+    assert not found["are_equal"]
+    assert found["largest"] == found["differences"]["wrong"] == pytest.approx(0.01 / 1.7)
+    (found,) = losses_of(ScaleTable(recipe=TINY, request=request, rows=rows[:2]))
+    assert found["are_equal"]
+    assert differences({"a": [2.0, 1.0]}, [1.0, 1.0]) == {"a": 1.0}
+
+
+def shown(render: Callable[[Console, Any], None], found: dict[str, Any]) -> str:
+    console = Console(width=160, file=io.StringIO())
+    with console.capture() as drawn:
+        render(console, found)
+    return drawn.get()
+
+
+def test_tables_have_every_row_its_reason_and_the_load() -> None:
+    text = shown(bench_scale.render, bench_results.scale("tp=2"))
+    assert "tp=2 on 4 ranks: tp=2" in text
+    assert "losses of 13 steps of batch 16 are equal over all plans, to 1e-07 (rounding)" in text
+    assert "load 0.1 before" in text
+    text = shown(bench_step.render, bench_results.step("recompute full"))
+    assert "fastest: recompute full. Paste: recompute full" in text
+    assert "less memory: recompute full" in text
+    assert "predicted peaks are off by 2 % at worst" in shown(bench_memory.render, bench_results.memory())
+
+
+def test_the_recipe_of_a_plan_keeps_its_precision_and_no_degree() -> None:
+    recipe = TINY.model_copy(update={"plan": TINY.plan.parse("tp=2 bf16 mb=2")})
+    assert microbatch_of(recipe, 4) == 2
+    assert microbatch_of(TINY, 4) == 2
+    changed = with_plan(recipe, "zero=3", ranks=2, batch=8, mb=2, threads=1)
+    assert changed.plan.to_mapping() == {"zero": 3, "mb": 2, "precision": "bf16"}
+    assert with_plan(recipe, "fp32", ranks=2, batch=8, mb=2, threads=1).plan.precision == "fp32"
+
+
+def test_changes_of_a_recipe_are_those_that_have_an_effect() -> None:
+    every = ("microbatch", "buckets", "recompute", "precision", "compile")
+    two = TINY.model_copy(update={"plan": TINY.plan.parse("ddp mb=2")})
+    names = [change.name for change in step.changes_of(two, 2, every)]
+    assert names == [
+        "microbatch of 1", "microbatch of 4", "buckets of 1 MB", "buckets of 100 MB", "recompute selective",
+        "recompute full", "precision bf16", "compile",
+    ]  # fmt: skip
+    assert "buckets of 1 MB" not in [change.name for change in step.changes_of(two, 1, every)], "nothing is reduced"
+    (change, *_) = step.changes_of(two, 2, ("recompute",))
+    assert change.overrides == ["--plan.recompute", "selective"]
+    assert change.applied(two).plan.recompute == "selective"
+    assert change.applied(two).plan.mb == 2
+
+
+def test_a_change_is_faster_only_if_it_was_in_every_round() -> None:
+    assert step.is_faster(Spread(0.9, 0.8, 0.95))
+    assert not step.is_faster(Spread(0.9, 0.8, 1.01))
+    assert not step.is_faster(Spread(0.99, 0.98, 0.995))
+    assert step.is_smaller(Spread(1.05, 1.0, 1.2), 0.7)
+    assert not step.is_smaller(Spread(1.2, 1.0, 1.3), 0.7)
+
+
+def test_faster_changes_are_combined_the_best_of_each_kind() -> None:
+    def row(name: str, path: tuple[str, str], value: Any, medians: list[float]) -> step.StepRow:
+        job: Any = object()
+        return step.StepRow(step.Change(name, {path: value}), case(name, medians, job=job))
+
+    base = step.StepRow(step.Change("the recipe", {}), case("base", [1.0, 1.0]))
+    rows = [
+        base,
+        row("a", ("plan", "mb"), 1, [0.9, 0.9]),
+        row("b", ("plan", "mb"), 2, [0.8, 0.8]),
+        row("c", ("run", "compile"), True, [0.7, 0.7]),
+        row("d", ("plan", "recompute"), "full", [0.9, 1.1]),
+    ]
+    found = step.together(rows)
+    assert found is not None
+    assert found.settings == {("plan", "mb"): 2, ("run", "compile"): True}
+    assert step.together(rows[:2]) is None
+
+
+def test_the_loop_of_data_parallel_computes_the_same_losses() -> None:
+    """On a CPU torch calls the plain module, so the loop itself can be compared with a rank of shoal."""
+    job = table_of(TINY, request_of((1, 2))).rows[0].case.job
+    (ours,) = launch(time_steps, (job, 4), nproc=1)
+    (other,) = launch(time_data_parallel, (job, 4, 0), nproc=1)
+    assert other.losses == pytest.approx(ours.losses, rel=1e-5)
+    assert other.states == ours.states
+    assert ours.losses[0] != ours.losses[3]

@@ -1,0 +1,134 @@
+"""The parts of a step: own times that add to the step, waits that are split by arrival, and the verdict."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shoal.blueprint.plan import Plan
+from shoal.comm.profile.timer import NOTHING, PartTimer, Span, Step, current, enter, part, timed_items, waiting
+from shoal.observe.profile.partition import partition
+from shoal.observe.profile.profile import Profile
+from shoal.observe.profile.record import RankRecord
+from shoal.planner.changes.next_change import next_change
+from shoal.planner.task import Task
+from shoal.predict.cluster_parser import parse_cluster
+from shoal.predict.presets.models import find_model
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    clock = Clock()
+    current.timer = PartTimer(clock)
+    current.timer.begin_step()
+    yield clock
+    current.timer = None
+
+
+def own_times(step: Step) -> dict[str, int]:
+    return {span.name: span.own for span in step.spans}
+
+
+def test_the_innermost_part_gets_the_time(clock: Clock) -> None:
+    timer = current.timer
+    assert timer is not None
+    clock.now = 10
+    with part("backward"):
+        clock.now = 30
+        with waiting("tp", enter("1")):
+            clock.now = 35
+        clock.now = 50
+    clock.now = 57
+    timer.end_step()
+    assert own_times(timer.steps[0]) == {"tp": 5, "backward": 35, "other": 17}
+    assert timer.entered == {"1|1": 30}
+
+
+def test_parts_that_a_generator_leaves_open_end_with_the_step(clock: Clock) -> None:
+    timer = current.timer
+    assert timer is not None
+    left = part("forward")
+    left.__enter__()
+    clock.now = 4
+    timer.end_step()
+    clock.now = 9
+    left.__exit__(None, None, None)  # in the next step: it has ended already
+    timer.end_step()
+    assert [own_times(step) for step in timer.steps] == [{"forward": 4, "other": 0}, {"other": 5}]
+
+
+def test_items_are_timed_and_other_threads_are_not(clock: Clock) -> None:
+    timer = current.timer
+    assert timer is not None
+
+    def items() -> Iterator[int]:
+        clock.now += 7
+        yield 1
+
+    assert list(timed_items("data", items())) == [1]
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(part("forward")))
+    thread.start()
+    thread.join()
+    assert found == [NOTHING]
+    timer.end_step()
+    assert sum(span.own for span in timer.steps[0].spans if span.name == "data") == 7
+
+
+def test_without_a_timer_a_part_is_nothing() -> None:
+    assert part("forward") is waiting("tp", None) is NOTHING
+    assert enter("1") is None
+
+
+def record(rank: int, waits: list[Span], entered: dict[str, int], **more: Any) -> RankRecord:
+    step = Span("other", 0, end=100_000_000, inner=sum(wait.end - wait.begin for wait in waits))
+    about: dict[str, Any] = {"host": "a", "place": {"tp": rank}, "threads": 1, "cores": 8, "delay": 0, **more}
+    delay = about.pop("delay")
+    return RankRecord(rank=rank, steps=[Step([*waits, step], delay)], entered=entered, **about)
+
+
+def test_a_wait_is_for_the_last_rank_and_then_for_the_wire() -> None:
+    waits = [
+        [Span("tp", 10_000_000, "1|1", is_wait=True, end=60_000_000)],
+        [Span("tp", 40_000_000, "1|1", is_wait=True, end=60_000_000)],
+    ]
+    arrived = [{"1|1": 10_000_000}, {"1|1": 40_000_000}]
+    ranks = partition([record(rank, waits[rank], arrived[rank]) for rank in range(2)])
+    assert ranks[0].steps == [{"tp.late": pytest.approx(0.03), "tp.wire": pytest.approx(0.02), "other": 0.05}]
+    assert ranks[1].steps == [{"tp.wire": pytest.approx(0.02), "other": pytest.approx(0.08)}]
+    assert ranks[0].late_for == {1: pytest.approx(0.03)}
+    elsewhere = partition([record(rank, waits[rank], arrived[rank], host=str(rank)) for rank in range(2)])
+    assert elsewhere[0].steps == [{"tp.wait": pytest.approx(0.05), "other": 0.05}]
+    stages = partition([record(rank, waits[rank], arrived[rank], place={"pp": rank}) for rank in range(2)])
+    assert stages[0].steps[0]["bubble"] == pytest.approx(0.03)
+
+
+def test_threads_without_a_core_are_the_verdict() -> None:
+    found = Profile.of([record(rank, [], {}, threads=8, delay=60_000_000) for rank in range(2)])
+    assert found.verdict.kind == "cores"
+    assert found.verdict.evidence == "ranks wait 60% of a step for a core: 2 ranks x 8 threads on 8 cores"
+    assert Profile.of([record(0, [], {})]).verdict.kind == "compute"
+
+
+def test_the_planner_prices_the_next_change() -> None:
+    cluster = parse_cluster("h100:8x2")
+    task = Task(workload=find_model("llama3-8b"), cluster=cluster, sequence=4096, global_batch=64)
+    plan = Plan.parse("zero=3 bf16 mb=1 recompute=full").resolve(16)
+    found = next_change(task, plan, "recompute")
+    assert found is not None
+    assert found.words.startswith("recompute=")
+    assert found.instead_of == "recompute=full"
+    assert 0.02 < found.saved < 0.4
+    assert next_change(task, plan, "bubble") is None
