@@ -11,6 +11,7 @@ MEMORY = {"parameters": 4e6, "gradients": 4e6, "optimizer": 8e6, "other": 3e7, "
 def machine(name: str = "node") -> dict[str, Any]:
     return {
         "model": name, "recipe": name, "host": name, "torch": "2.13.0", "date": "2026-11-18", "load_before": 0.1,
+        "load_after": 2.1,
         "seconds": 12.0, "cores": 2, "threads": 1, "device": "cpu", "steps": 30, "rounds": 3, "warmup_steps": 3,
         "cluster": {"source": name, "date": name, "is_measured": True},
     }  # fmt: skip

@@ -16,7 +16,7 @@ TINY = (
     *("--model.ffn", "32", "--data.seq_len", "8", "--data.global_batch", "4"),
     *("--data.source", "synthetic", "--device", "cpu", "--launch.threads", "1", "--cluster", "cpu:2"),
 )
-SHORT = ("--steps", "2", "--rounds", "2", "--json")
+SHORT = ("--steps", "2", "--rounds", "1", "--json")
 
 
 @pytest.fixture(scope="module")

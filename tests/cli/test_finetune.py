@@ -94,9 +94,11 @@ def test_the_model_says_what_it_has_learned(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)  # the recipe names its base and its data by relative paths
+    (folder / "chat.jsonl").rename(folder / "moved.jsonl")  # the checkpoint says what it was trained on
     for prompt, answer in (("red", "stop"), ("green", "go")):
         found = said(["generate", "tuned", "--prompt", prompt], capsys)
         assert (found["text"], found["stopped"], found["step"]) == (answer, "end", 62)
+    (folder / "moved.jsonl").rename(folder / "chat.jsonl")
     plain = said(["generate", "base", "--prompt", "def ", "--max-tokens", "3"], capsys)
     assert (len(plain["tokens"]), plain["stopped"]) == (3, "length")
     drawn = said(["generate", "tuned", "--prompt", "red", "--temperature", "5", "--top-p", "0.9", "--raw"], capsys)

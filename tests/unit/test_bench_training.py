@@ -145,7 +145,7 @@ def test_tables_have_every_row_its_reason_and_the_load() -> None:
     text = shown(bench_scale.render, bench_results.scale("tp=2"))
     assert "tp=2 on 4 ranks: tp=2" in text
     assert "losses of 13 steps of batch 16 are equal over all plans, to 1e-07 (rounding)" in text
-    assert "load 0.1 before" in text
+    assert "load 0.1 before and 2.1 after" in text
     text = shown(bench_step.render, bench_results.step("recompute full"))
     assert "fastest: recompute full. Paste: recompute full" in text
     assert "less memory: recompute full" in text

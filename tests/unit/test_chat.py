@@ -12,6 +12,7 @@ import pytest
 from shoal.config.recipe import DataSection
 from shoal.data.batch import IGNORE
 from shoal.data.sources.chat.encode import PlainChat
+from shoal.data.sources.chat.form import prompt_form
 from shoal.data.sources.chat.open import open_chat_tokenizer
 from shoal.data.sources.chat.turns import Row, Turn, row_of
 from shoal.data.sources.open import open_datasets
@@ -73,6 +74,18 @@ def test_packed_examples_have_documents_of_their_own(tmp_path: Path) -> None:
     assert [trained_text(batch, row) for row in range(2)] == ["yo$", "cd$yz$"]
     for row, numbers in enumerate(([29, 19], [31, 4, 13])):
         assert np.unique(batch["documents"][row], return_counts=True)[1].tolist() == numbers
+
+
+def test_the_form_of_prompts(tmp_path: Path) -> None:
+    def form(**settings: Any) -> str:
+        return prompt_form(open_datasets(DataSection(seq_len=32, **{"validation": 0, **settings}), 0)[0])
+
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "text.txt").write_text("some text" * 30)
+    chat, plain = written(tmp_path / "rows", *ROWS), written(tmp_path, *[ROWS[2]] * 4)
+    assert form(source=chat) == form(source=str(tmp_path / "rows"), validation=0.4) == "conversations"
+    assert form(source=plain) == form(source=str(tmp_path / "text.txt")) == form(source="synthetic") == "text"
+    assert form(source=[{"source": plain, "weight": 1}, {"source": chat, "weight": 1}]) == "conversations"
 
 
 def test_several_answers_and_a_long_one(tmp_path: Path) -> None:

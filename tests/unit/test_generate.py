@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from shoal.cli.generate import _show
-from shoal.config.recipe import ModelSection
+from shoal.config.recipe import DataSection, ModelSection
 from shoal.data.sources.chat.open import open_chat_tokenizer
 from shoal.train.inference.end_tokens import end_tokens
 from shoal.train.inference.generate import Continuation, Sampling, choose
+from shoal.train.inference.prompt_form import is_of_conversations
 from tests.rejects import rejects
 
 
@@ -97,3 +99,24 @@ def test_text_appears_as_it_is_made_and_no_character_is_halved(capsys: pytest.Ca
     assert "".join(steps) == shown == "né🙂 \ufffd!"
     assert steps[:3] == ["n", "", "é"]
     assert "\ufffd" not in "".join(steps[:-1])
+
+
+def test_the_form_of_a_prompt_is_the_saved_one_or_that_of_the_data(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    for name, row in (("chat", chat), ("plain", {"prompt": "a", "completion": "b"}), ("text", {"text": "a"})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.jsonl").write_text(json.dumps(row))
+
+    def found(source: str, **state: str) -> bool:
+        saved = SimpleNamespace(manifest=SimpleNamespace(state=state))
+        recipe = SimpleNamespace(data=DataSection(source=source))
+        return is_of_conversations(SimpleNamespace(step=saved, recipe=recipe))  # type: ignore[arg-type]
+
+    assert found("gone.jsonl", prompts="conversations")
+    assert not found(str(tmp_path / "chat"), prompts="text")
+    for path in (tmp_path / "chat", tmp_path / "chat" / "rows.jsonl"):
+        assert found(str(path))
+    assert not any(found(str(tmp_path / name / "rows.jsonl")) for name in ("plain", "text"))
+    assert not any(found(source) for source in ("python", "synthetic", "gone.txt"))
+    with rejects("D102", "gone.jsonl"):
+        found("gone.jsonl")

@@ -13,7 +13,6 @@ import tyro
 
 from shoal.cli.options import parse_options
 from shoal.config.data_source import spelled
-from shoal.config.recipe import DataSection
 from shoal.errors import Problem, ShoalError, raise_if
 
 if TYPE_CHECKING:
@@ -122,6 +121,7 @@ def _tokens(options: Generate, trained: TrainedModel) -> tuple[list[int], ChatTo
     """The tokens of the prompt, as the run's data would have them, the tokenizer and its path."""
     from shoal.data.sources.chat.open import open_chat_tokenizer
     from shoal.data.sources.chat.turns import Row, Turn
+    from shoal.train.inference.prompt_form import is_of_conversations
 
     data = trained.recipe.data
     name = options.tokenizer or data.tokenizer
@@ -134,25 +134,8 @@ def _tokens(options: Generate, trained: TrainedModel) -> tuple[list[int], ChatTo
             code="L022",
         )
     chat = open_chat_tokenizer(name)
-    role = "user" if is_of_conversations(data) and not options.raw else ""
+    role = "user" if not options.raw and is_of_conversations(trained) else ""
     tokens = chat.prompt(Row((Turn(role, options.prompt, is_trained=False),), where="--prompt"))
     if not tokens:
         raise ShoalError("--prompt must have at least one token, got none", fix='--prompt "The"', code="L021")
     return tokens, chat, name
-
-
-def is_of_conversations(data: DataSection) -> bool:
-    """Whether a run was trained on conversations, alone or in a mixture."""
-    return any(map(_has_conversations, data.each))
-
-
-def _has_conversations(data: DataSection) -> bool:
-    from shoal.data.sources.chat.rows import ROW_ENDINGS, is_chat
-    from shoal.data.sources.open import source_kind
-    from shoal.data.sources.remote.download import is_url
-
-    source = str(data.source)
-    if data.format != "auto" or is_url(source):
-        return data.format == "chat" or (data.format == "auto" and source_kind(data) == "chat")
-    path = Path(source).expanduser()
-    return path.suffix.lower() in ROW_ENDINGS and path.is_file() and is_chat(path)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shoal.pages import svg
 from shoal.pages.html import text
-from shoal.pages.run.metrics_table import MetricsTable
+from shoal.pages.run.metrics_table import MetricsTable, are_finite
 from shoal.pages.run.read_run import RunRecord
 from shoal.pages.words import figure
 
@@ -54,7 +54,7 @@ def downsample(steps: Sequence[int], values: Sequence[float], most: int = MOST_P
     for bucket in range(buckets):
         start, stop = count * bucket // buckets, count * (bucket + 1) // buckets
         stretch = values[start:stop]
-        finite = [value for value in stretch if math.isfinite(value)]
+        finite = stretch if are_finite(stretch) else [value for value in stretch if math.isfinite(value)]
         if finite:
             kept += sorted({start + stretch.index(min(finite)), start + stretch.index(max(finite))})
         else:

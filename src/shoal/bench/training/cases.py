@@ -6,14 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed import Store
+
 from shoal.bench.training.turns import Case
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.plan_parser import parse_words
 from shoal.blueprint.replicas.local_sgd import AUTO
+from shoal.comm.rendezvous.environment import Placement
 from shoal.config.recipe import Recipe
+from shoal.data.fingerprint import Fingerprint
+from shoal.data.sources.open import open_datasets
 from shoal.errors import Problem, ShoalError
+from shoal.launch.local import fork_is_safe, launch
 from shoal.train.recipe.memory.fits import check_fits
-from shoal.train.recipe.preflight import Job, check_recipe
+from shoal.train.recipe.preflight import Job, check_recipe, with_tokenizer
 
 KEPT = ("recompute", "precision")
 """Words of the recipe's own plan that hold for every plan, unless that has another."""
@@ -72,10 +78,26 @@ def checked_job(recipe: Recipe, ranks: int) -> tuple[list[Problem], Job | None]:
         what = "sync=auto is chosen when a run begins, and a benchmark needs a value"
         return [Problem("R055", what, "sync=diloco:50, or no sync")], None
     try:
-        checked = check_recipe(recipe, ranks, check_size=check_fits(ranks))
-        return list(checked.problems), None if checked.problems else checked.job()
+        found = (
+            launch(_problems, (recipe, ranks), nproc=1)[0] if fork_is_safe() else _problems(None, None, recipe, ranks)
+        )
+        return found, None if found else _job(recipe, ranks)
     except ShoalError as error:
         return list(error.problems), None
+
+
+def _problems(placement: Placement | None, store: Store | None, recipe: Recipe, ranks: int) -> list[Problem]:
+    """The problems of a recipe, found in a process of its own: the trace of a pipeline starts threads, after which no
+    rank could be forked, and loads libraries that would count as memory of every row."""
+    return list(check_recipe(recipe, ranks, check_size=check_fits(ranks)).problems)
+
+
+def _job(recipe: Recipe, ranks: int) -> Job:
+    """The job of a recipe without problems."""
+    recipe = with_tokenizer(recipe)
+    datasets = open_datasets(recipe.data, recipe.run.seed)
+    recipe = recipe.model_copy(update={"plan": recipe.plan.resolve(ranks)})
+    return Job(recipe, *datasets, Fingerprint.of(*datasets))
 
 
 def _in_one_line(problems: Sequence[Problem]) -> str:

@@ -35,8 +35,8 @@ class Machine:
 
     def to_mapping(self) -> dict[str, Any]:
         """As JSON, at the end of the benchmark."""
-        took = time.monotonic() - self.began
-        return {**{k: v for k, v in asdict(self).items() if k != "began"}, "seconds": took}
+        known = {name: value for name, value in asdict(self).items() if name != "began"}
+        return {**known, "load_after": os.getloadavg()[0], "seconds": time.monotonic() - self.began}
 
 
 def cluster_for_bench(

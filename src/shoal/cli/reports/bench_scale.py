@@ -91,15 +91,16 @@ def machine(found: Found) -> str:
     """One line about the machine, the load and the source of the predictions."""
     threads = f", {found['threads']} thread{'s' * (found['threads'] > 1)} a rank on {found['cores']} cores"
     calibrated = "" if found["cluster"]["is_measured"] else "; predicted for a preset, which was not measured here"
+    load = f"load {found['load_before']:.1f} before and {found['load_after']:.1f} after"
     return (
-        f"measured in {found['seconds']:.0f} s on {found['host']}{threads}, load {found['load_before']:.1f} before,"
-        f" torch {found['torch']}, {found['date']}{calibrated}"
+        f"measured in {found['seconds']:.0f} s on {found['host']}{threads}, {load}, torch {found['torch']},"
+        f" {found['date']}{calibrated}"
     )
 
 
 def ms(seconds: float) -> str:
-    """Seconds as milliseconds."""
-    return f"{seconds * 1e3:,.1f} ms"
+    """Seconds, as milliseconds where they are less than one."""
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def mib(size: float) -> str:

@@ -82,14 +82,14 @@ def source_kind(section: DataSection) -> str:
         return "synthetic"
     if section.source == "python" or section.source.startswith("hf:"):
         return "text"
-    path = _path(section)
+    path = local_path(section)
     kind = kind_of(path) if section.format == "auto" else section.format
     if kind in ("jsonl", "parquet") and section.format == "auto" and is_chat(path):
         return "chat"
     return f"parquet {column_kind(parquet_files(path), section.text_field)}" if kind == "parquet" else kind
 
 
-def _path(section: DataSection) -> Path:
+def local_path(section: DataSection) -> Path:
     """The path of a source; of a URL, that of its local copy."""
     source = str(section.source)
     return existing(str(local_copy(source, section.cache, section.format)) if is_url(source) else source, WORDS)
@@ -106,7 +106,7 @@ def _open_one(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
         if section.streaming:
             return _cached_text(section, functools.partial(streamed_text, section))
         return _text(section, hugging_face(section.source, section.text_field))
-    path = _path(section)
+    path = local_path(section)
     if kind == "tokens":
         return _shards(section, open_shards(path, section.token_dtype))
     if kind == "images":
@@ -131,6 +131,7 @@ def _chat(section: DataSection, path: Path) -> tuple[Dataset, Dataset]:
         end_token=chat.tokenizer.end_token,
         pack=section.pack,
         origin=f"{len(rows):,} conversations in {path}",
+        has_conversations=any(row.turns[0].role for row in rows),
     )
     return split_last(whole, section.validation, whole.describe())
 

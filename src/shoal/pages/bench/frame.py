@@ -43,7 +43,7 @@ def machine(found: Found) -> str:
     rows = [
         ("host", found.get("host", "–")),
         ("cores, threads of a rank", f"{found.get('cores', '–')}, {found.get('threads', '–')}"),
-        ("load before", figure(found.get("load_before"), 3)),
+        ("load before, after", f"{figure(found.get('load_before'), 3)}, {figure(found.get('load_after'), 3)}"),
         ("steps, rounds", f"{found.get('steps', '–')} timed, in {found.get('rounds', '–')} rounds"),
         ("left out", f"{found.get('warmup_steps', '–')} first steps of every turn"),
         ("predictions", f"{cluster.get('source', '–')}, {cluster.get('date', '')}"),

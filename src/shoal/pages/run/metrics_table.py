@@ -47,7 +47,8 @@ class MetricsTable:
 
     def finite(self, name: str, start: int = 0) -> list[float]:
         """The finite values of a key from a row on."""
-        return [value for value in self.column(name)[start:] if math.isfinite(value)]
+        values = self.column(name)[start:]
+        return list(values) if are_finite(values) else [value for value in values if math.isfinite(value)]
 
     @property
     def warmup(self) -> int:
@@ -102,6 +103,15 @@ def _column(values: list[Any]) -> array[float]:
         return array("d", values if set(map(type, values)) <= {float, int} else map(number, values))
     except OverflowError:  # a whole number that no float can hold
         return array("d", map(number, values))
+
+
+def are_finite(values: Sequence[float]) -> bool:
+    """Whether all values are finite, at the speed of a sum. Values whose sum is too large for a float may be missed.
+
+    >>> are_finite([1.0, 2.0]), are_finite([1.0, math.nan]), are_finite([math.inf, -math.inf])
+    (True, False, False)
+    """
+    return math.isfinite(sum(values))
 
 
 def number(value: Any) -> float:

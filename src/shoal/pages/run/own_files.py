@@ -94,10 +94,8 @@ def sampled_lines(file: BinaryIO, size: int, number: int) -> Iterator[bytes]:
 
 def is_record(value: Any) -> bool:
     """Whether a line is a record of a step."""
-    if not isinstance(value, dict):
-        return False
-    step = value.get("step")
-    return isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53
+    step = value.get("step") if type(value) is dict else None
+    return type(step) is int and 0 <= step < 2**53
 
 
 def parse_lines(lines: list[bytes]) -> list[Any]:

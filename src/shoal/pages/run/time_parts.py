@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shoal.pages.run.metrics_table import MetricsTable
+from shoal.pages.run.metrics_table import MetricsTable, are_finite
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,22 @@ class TimeParts:
 def time_parts(table: MetricsTable, start: int, stop: int) -> TimeParts | None:
     """The parts over the rows from `start` to `stop`; None: no step has a time."""
     seconds, waited = table.column("step_seconds")[start:stop], table.column("data_wait_seconds")[start:stop]
-    timed = [(s, w if math.isfinite(w) else 0.0) for s, w in zip(seconds, waited, strict=True) if 0 < s < math.inf]
-    if not timed:
+    if not (are_finite(seconds) and are_finite(waited) and min(seconds, default=0.0) > 0):  # the usual ones are fast
+        timed = [(s, w if math.isfinite(w) else 0.0) for s, w in zip(seconds, waited, strict=True) if 0 < s < math.inf]
+        seconds, waited = [s for s, _ in timed], [w for _, w in timed]
+    if not seconds:
         return None
-    total = sum(s for s, _ in timed)
-    data = min(1.0, max(0.0, sum(w for _, w in timed)) / total)
-    exposed, hidden = _communication(table, start, stop, total / len(timed))
+    total = sum(seconds)
+    data = min(1.0, max(0.0, sum(waited)) / total)
+    exposed, hidden = _communication(table, start, stop, total / len(seconds))
     exposed = None if exposed is None else min(exposed, 1.0 - data)
     return TimeParts(data, exposed, hidden, table.steps[start], table.steps[stop - 1])
 
 
 def _communication(table: MetricsTable, start: int, stop: int, mean: float) -> tuple[float | None, float | None]:
     """The exposed and the hidden fraction: not every step is timed, so means are compared."""
+    if "comm_seconds" not in table.columns:
+        return None, None
     columns = table.column("comm_seconds")[start:stop], table.column("comm_overlap_fraction")[start:stop]
     pairs = [(s, o) for s, o in zip(*columns, strict=True) if 0 <= s < math.inf and 0 <= o <= 1]
     if not pairs:

@@ -30,8 +30,18 @@ class Examples:
     is_in_memory = True
 
     def __init__(
-        self, examples: Iterable[Example], *, sequence: int, vocabulary: int, end_token: int, pack: bool, origin: str
+        self,
+        examples: Iterable[Example],
+        *,
+        sequence: int,
+        vocabulary: int,
+        end_token: int,
+        pack: bool,
+        origin: str,
+        has_conversations: bool,
     ) -> None:
+        """`has_conversations`: some examples are; others are plain text."""
+        self.has_conversations = has_conversations
         self.tokens_per_sample = sequence
         self.vocabulary: int | None = vocabulary
         self._end_token, self._pack, self._origin = end_token, pack, origin

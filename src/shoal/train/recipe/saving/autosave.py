@@ -31,6 +31,7 @@ from shoal.config.data_source import spelled
 from shoal.config.duration import Duration
 from shoal.config.recipe import Recipe
 from shoal.config.resume_compat import reject_changes
+from shoal.data.sources.chat.form import prompt_form
 from shoal.errors import ShoalError
 from shoal.files import PrivateFolder
 from shoal.launch.worker import note_saved
@@ -275,7 +276,8 @@ class Autosaver:
         """Returns the seconds that the copy took."""
         prepare_to_save(self.run)
         recipe, data = self.job.recipe.model_dump(mode="json"), self.job.fingerprint.to_mapping()
-        state = {**state_of(self.run), "recipe": recipe, "data": data, **self.facts()}
+        prompts = prompt_form(self.job.training)
+        state = {**state_of(self.run), "recipe": recipe, "data": data, "prompts": prompts, **self.facts()}
         return saver.begin(holder_of(self.run), step=self.run.steps_done, state=state)
 
     def _report(self) -> None:
