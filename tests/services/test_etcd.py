@@ -179,7 +179,7 @@ def test_another_coordinator_takes_over_when_the_host_of_one_is_lost(etcd: None,
     assert {**known, **made} == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_coordinator_that_was_stopped_comes_back_and_is_refused(etcd: None, tmp_path: Path) -> None:
+def test_a_coordinator_that_was_stopped_comes_back_and_is_rejected(etcd: None, tmp_path: Path) -> None:
     """It sleeps for longer than its lease, as a machine that was suspended. Another one leads the run meanwhile."""
     first, second, third = NAMES
     train = [
