@@ -94,6 +94,11 @@ def test_several_answers_and_a_long_one(tmp_path: Path) -> None:
     data = open_datasets(section, 0)[0]
     assert trained_text(data.batch(np.arange(1)), 0) == "yo$"  # the second answer is cut off
     assert "1 examples cut at 40 tokens" in data.describe()
+    long = {"messages": [{"role": "user", "content": "q" * 60}, CHAT["messages"][-1]]}
+    section = DataSection(source=written(tmp_path, long, CHAT), seq_len=40, validation=0)
+    data = open_datasets(section, 0)[0]
+    assert len(data) == 1
+    assert "1 examples cut at 40 tokens, 1 without an answer left out" in data.describe()
 
 
 @pytest.mark.parametrize(

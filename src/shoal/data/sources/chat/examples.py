@@ -6,7 +6,7 @@
     labels     [_ a a a _ a a _]    the next token where that is an answer's; `_` is IGNORE
 
 Examples are packed in their order, so that a sample depends on the files and the settings alone. One that is longer
-than a sample is cut at its end.
+than a sample is cut at its end, and left out if no answer remains: it would train nothing.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ class Examples:
         if not every:
             raise ShoalError(f"{origin} must have at least one row, got none", fix="--data.source PATH", code="D007")
         self._num_cut = sum(len(one.tokens) > sequence for one in every)
-        self._examples = [Example(one.tokens[:sequence], one.is_trained[:sequence]) for one in every]
-        if not any(one.is_trained[1:].any() for one in self._examples):
+        cut = [Example(one.tokens[:sequence], one.is_trained[:sequence]) for one in every]
+        self._examples = [one for one in cut if one.is_trained[1:].any()]
+        self._num_left_out = len(cut) - len(self._examples)
+        if not self._examples:
             raise ShoalError(
                 f"every answer in {origin} begins after the first {sequence} tokens, and would be cut off",
                 fix=f"--data.seq_len {max(len(one.tokens) for one in every)}",
@@ -86,6 +88,7 @@ class Examples:
         """Origin, size, and how much of it is padding."""
         used = sum(len(one.tokens) for one in self._examples) / (len(self) * self.tokens_per_sample)
         cut = f", {self._num_cut:,} examples cut at {self.tokens_per_sample:,} tokens" if self._num_cut else ""
+        cut += f", {self._num_left_out:,} without an answer left out" if self._num_left_out else ""
         how = "packed" if self._pack else "padded"
         return f"{self._origin}; {len(self):,} {how} samples of {self.tokens_per_sample:,} tokens, {used:.0%} used{cut}"
 
