@@ -61,6 +61,30 @@ def test_a_run_begins_where_the_folder_ends(host: Host, saved: Path, tmp_path: P
     assert (tmp_path / "out" / "generation_config.json").is_file()
 
 
+def test_a_merged_folder_has_the_buffers_of_its_base(host: Host, tmp_path: Path) -> None:
+    """The bias of DeepSeek's router is no parameter, and not what the class begins with."""
+    import transformers
+
+    model: Any = huggingface.build("deepseek-v3")
+    (name, bias), *_ = [one for one in model.named_buffers() if one[0].endswith("e_score_correction_bias")]
+    bias.copy_(torch.arange(1.0, 1 + len(bias)))
+    model.save_pretrained(tmp_path / "base")
+    words = [
+        "train",
+        "--json",
+        f"--model.name=hf:{tmp_path / 'base'}",
+        "--model.lora.rank=2",
+        "--device=cpu",
+        "--nproc=1",
+    ]
+    ran = host.run(*words, *WORDS, "--run.duration=1step", "--run.dir=run", cwd=tmp_path)
+    assert ran.code == 0, ran.said
+    merge = ["checkpoint", "merge", str(tmp_path / "run"), str(tmp_path / "merged"), "--format", "huggingface"]
+    assert main(merge) == 0
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.equal(dict(merged.named_buffers())[name].float(), bias.float())
+
+
 # ---- bad folders ----------------------------------------------------------------------------------------------------
 
 

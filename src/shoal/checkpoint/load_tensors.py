@@ -14,6 +14,7 @@ from shoal.checkpoint.storage.manifest import Piece
 from shoal.comm.all_or_none import all_or_none
 from shoal.comm.world import World
 from shoal.numerics.local_tensor import to_local
+from shoal.parallel.lora.layers import is_adapter
 
 
 def load_tensors(world: World, holder: Holder, tensors: Mapping[str, LazyTensor], where: str) -> None:
@@ -48,14 +49,17 @@ def _load(holder: Holder, tensors: Mapping[str, LazyTensor], where: str) -> None
 
 
 def _weights(holder: Holder) -> Iterator[tuple[str, LocalShard]]:
-    """The pieces of weights on this rank, with the names of the full tensors. Below adapters: the frozen ones."""
+    """The pieces of weights on this rank, with the names of the full tensors. Below adapters: the frozen ones, and
+    buffers, such as the bias of a router."""
     if holder.composed.base:
         holder.composed.base_fingerprint = ""
         yield from ((shard.name.removeprefix("model/"), shard) for shard in base_shards(holder))
-        return
     for shard in local_shards(holder):
-        if shard.name.startswith("model/"):
-            yield shard.name.removeprefix("model/"), shard
+        name = shard.name.removeprefix("model/")
+        if shard.name.startswith("model/") and not (holder.composed.base and is_adapter(name)):
+            yield name, shard
+    if holder.composed.base:
+        return
     for shard in replica_shards(holder):  # replica/2/model/NAME
         kind, _, rest = shard.name.partition("/")
         if kind == "replica" and rest.partition("/")[2].startswith("model/"):
