@@ -14,13 +14,9 @@ import pytest
 
 from shoal.pages.report import write_page
 from tests.bench_results import RESULTS
-from tests.browser.test_report_page import CHROMIUM, SIZES, Visit, browser, playwright
+from tests.browser.visit import SIZES, Visit
 
-__all__ = ["browser", "playwright"]
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.timeout(300)
 HOSTILE = "</title><script>pwned=1</script><img src=x onerror=pwned=1>"
 
 

@@ -13,9 +13,11 @@ from shoal.pages.verify.page import TensorError, verify_page
 from shoal.planner.answer import answer
 from shoal.planner.request import PlanRequest
 from shoal.planner.search import Candidate
-from tests.browser.test_report_page import SIZES, Visit, browser, pytestmark  # noqa: F401
+from tests.browser.visit import SIZES, Visit
 from tests.run_directories import EVIL
 from tests.unit.test_plan_pages import RESULT
+
+pytestmark = pytest.mark.timeout(300)
 
 
 def page_of_plans() -> str:
@@ -26,7 +28,7 @@ def page_of_plans() -> str:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["plan", "verify"])
-def test_a_page_without_a_script(browser: Any, tmp_path: Path, kind: str, size: str) -> None:  # noqa: F811
+def test_a_page_without_a_script(browser: Any, tmp_path: Path, kind: str, size: str) -> None:
     tensors = [TensorError(f"model.layers.{number}.self_attn.q_proj.weight", 1e-15, 1e-9) for number in range(20)]
     write_page(
         tmp_path / "page.html",

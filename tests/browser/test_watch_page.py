@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,20 +19,14 @@ from shoal.pages.live import watcher
 from shoal.pages.live.server import WatchServer
 from tests.run_directories import make_run, record
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
-def page() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser.new_page()
-        browser.close()
+def page(browser: Any) -> Iterator[Any]:
+    context = browser.new_context()
+    yield context.new_page()
+    context.close()
 
 
 def served(path: Path) -> WatchServer:

@@ -172,6 +172,25 @@ def test_a_bad_folder_is_one_message(
     assert "Traceback" not in err
 
 
+def test_text_is_not_taken_for_bytes_where_the_tokenizer_is_missing(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("w1 w2 " * 200)
+    words = ["train", "--dry-run", f"--model.name=hf:{saved}", "--device=cpu", "--nproc=1", *WORDS[2:]]
+    words = [*words, f"--data.source={tmp_path / 'a.txt'}"]
+    for more, is_rejected in (([], True), (["--data.tokenizer=bytes"], False)):
+        assert main([*words, *more]) == 2  # as bytes, its tokens are more than the model has (D033)
+        assert ("[M080]" in capsys.readouterr().err) is is_rejected
+
+
+def test_a_folder_without_its_prefix_is_recognised(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, code in ((["train", "--dry-run", f"--model.name={saved}"], "M001"), (["plan", str(saved)], "Q023")):
+        assert main(words) == 2
+        err = capsys.readouterr().err
+        assert f"[{code}]" in err
+        assert f"hf:{saved}" in err
+
+
 def test_code_of_a_folder_is_run_only_if_it_is_trusted(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     shutil.copytree(saved, folder)

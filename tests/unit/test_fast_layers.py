@@ -185,9 +185,9 @@ def test_a_run_has_the_loss_of_the_model_itself(kind: str, fused_loss: bool | No
         assert_same(weights[name], weight.detach(), name)
 
 
-@pytest.mark.parametrize("kind", ["opt", "bart decoder"])
-def test_padding_reaches_attention_where_the_head_calls_the_decoder_itself(kind: str) -> None:
-    """Left of the tokens, where causality does not hide it."""
+@pytest.mark.parametrize("kind", ["llama", "opt", "bart decoder"])
+def test_padding_before_the_tokens_is_not_seen(kind: str) -> None:
+    """Causality does not hide it there. The heads of OPT and BART call the decoder without the model around it."""
     model = LEFT_PADDED[kind]().double()
     tokens = torch.randint(3, 32, (4, 8), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(8) >= torch.arange(4)[:, None]).long()
@@ -216,7 +216,7 @@ def bart_decoder() -> Any:
     return transformers.BartForCausalLM(config)
 
 
-LEFT_PADDED = {"opt": opt, "bart decoder": bart_decoder}
+LEFT_PADDED = {"llama": lambda: huggingface.build("llama"), "opt": opt, "bart decoder": bart_decoder}
 
 
 def test_positions_that_are_counted_from_a_mask_are_not_divided() -> None:

@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from shoal.affinity import num_cores
 from shoal.comm.collectives import all_gather_plain
 from shoal.comm.group_lifetime import keep_after_closing, noting_connections
 from shoal.comm.heartbeat.heart import heart
@@ -112,7 +113,7 @@ class World:
         chosen = pick_device(device, place, backend=backend, num_cuda=num_cuda)
         backend = backend or (BOTH_BACKENDS if chosen.type == "cuda" else "gloo")
         use_device(chosen)
-        torch.set_num_threads(threads or max(1, _num_cores() // place.local_world_size))
+        torch.set_num_threads(threads or max(1, num_cores() // place.local_world_size))
         session: Session | None = None
         if is_owner:
             _choose_interface(place)
@@ -419,8 +420,3 @@ def _with_job(run: str, place: Placement) -> str:
 def _bracketed(address: str) -> str:
     """IPv6 addresses need brackets in a URL."""
     return f"[{address}]" if ":" in address else address
-
-
-def _num_cores() -> int:
-    """Count the cores that this process may use; in a container they are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

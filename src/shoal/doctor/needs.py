@@ -40,7 +40,7 @@ class Needs:
     def loaders(self) -> int:
         """Processes that load data, per rank, at most."""
         workers = self.recipe.data.workers
-        return min(MOST_LOADERS, cores.whole()) if workers == "auto" else workers
+        return min(MOST_LOADERS, cores.whole_cores()) if workers == "auto" else workers
 
     @property
     def batch_bytes(self) -> int:

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from shoal.affinity import num_cores
 from shoal.config.load import dump_recipe
 from shoal.config.recipe import Recipe
 from shoal.config.resume_compat import changes, reject_changes
@@ -199,7 +200,7 @@ def environment() -> dict[str, Any]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": platform.node(),
         "platform": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "shoal": __version__,
@@ -255,7 +256,7 @@ def _numbered(recipe: Recipe, *, resume: str, is_restart: bool = False) -> Path:
         return last  # a restart waits for its own lock, and never starts over beside it
     if resume != "auto":
         return path if _is_locked(last) else last
-    return next((each for each in reversed(there) if not _left_alone(each, recipe) and not _is_locked(each)), path)
+    return next((each for each in reversed(there) if not _why_not_resumed(each, recipe) and not _is_locked(each)), path)
 
 
 def _beside(path: Path, recipe: Recipe) -> str:
@@ -263,10 +264,10 @@ def _beside(path: Path, recipe: Recipe) -> str:
     before = [each for each in _existing(recipe) if each != path]
     if recipe.run.dir or not before:
         return ""
-    return _left_alone(before[-1], recipe)
+    return _why_not_resumed(before[-1], recipe)
 
 
-def _left_alone(path: Path, recipe: Recipe) -> str:
+def _why_not_resumed(path: Path, recipe: Recipe) -> str:
     """Why a new run does not resume the run in a directory; empty: it does."""
     stored = _stored(path)
     if stored is None:

@@ -1,4 +1,4 @@
-"""Peak memory of a recipe under several plans, by cause: measured, and beside it predicted.
+"""Peak memory of a recipe under several plans, by cause, measured and predicted.
 
 parameters, gradients, optimizer   counted from live tensors, after a backward
 process                            the process before its model was built; on a CPU alone

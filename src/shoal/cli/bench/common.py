@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +12,8 @@ from pathlib import Path
 from shoal.blueprint.plan_parser import read_words
 from shoal.comm.rendezvous.environment import read_environment
 from shoal.config.recipe import Recipe
+from shoal.doctor.checks.cores import whole_cores
 from shoal.errors import Problem
-from shoal.launch import cgroup
 
 PER_CORE = 8
 """The most ranks of a core that are started: beyond, a measurement is of waiting alone."""
@@ -60,10 +59,10 @@ def check_ranks(nproc: Sequence[int], recipe: Recipe, num_gpus: int) -> Iterator
             fits = ",".join(map(str, (each for each in nproc if each <= num_gpus))) or "1"
             what = f"--nproc must be at most the {gpus} of this machine, got {most}"
             yield Problem("N111", what, f"--nproc {fits}, or --device cpu")
-    elif most > PER_CORE * cores():
-        here = f"{cores()} core{'s' * (cores() > 1)}"
-        what = f"--nproc must be at most {PER_CORE * cores()} on {here}, got {most}"
-        yield Problem("N111", what, f"--nproc {','.join(map(str, sorted({1, cores()})))}")
+    elif most > PER_CORE * whole_cores():
+        here = f"{whole_cores()} core{'s' * (whole_cores() > 1)}"
+        what = f"--nproc must be at most {PER_CORE * whole_cores()} on {here}, got {most}"
+        yield Problem("N111", what, f"--nproc {','.join(map(str, sorted({1, whole_cores()})))}")
 
 
 def check_alone(name: str) -> Iterator[Problem]:
@@ -92,12 +91,6 @@ def check_file(path: Path | None, ending: str) -> list[Problem]:
     if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         return [Problem("R037", f"{path} cannot be written", f"a file that ends in {ending}, in an existing folder")]
     return []
-
-
-def cores() -> int:
-    """Whole cores that this process may use: of its affinity mask, and of its control group."""
-    mask = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.floor(min(mask, cgroup.cores() or mask)))
 
 
 @contextmanager

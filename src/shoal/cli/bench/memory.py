@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from shoal.cli.bench.common import check_alone, check_steps, cores, parse_nproc, parse_plans, progress
-from shoal.cli.bench.training import Outputs, complete, device_of, recipe_mapping
+from shoal.cli.bench.common import check_alone, check_steps, parse_nproc, parse_plans, progress
+from shoal.cli.bench.training import PLANS, TrainingBench, complete, device_of, note, recipe_mapping
 from shoal.cli.overrides import parse
 from shoal.cli.reports.bench_memory import render
 from shoal.config.recipe import Recipe
-
-PLANS = ("ddp", "zero=1", "zero=2", "zero=3", "pp=2", "tp=2")
+from shoal.doctor.checks.cores import whole_cores
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class Memory(TrainingBench):
     """Measure the peak memory of a recipe under several plans, on the fullest rank: parameters, gradients, optimizer
     state, and the rest. The prediction stands beside each.
 
     shoal bench memory recipes/tiny.yaml --plans ddp,zero=3
     """
-
-    recipe: Annotated[Path | None, tyro.conf.Positional] = None
-    """A YAML file. None: the tiny llama."""
 
     nproc: str = "2"
     """Numbers of ranks."""
@@ -39,24 +31,11 @@ class Memory:
     steps: int = 3
     """Steps of each plan, beside three at its start."""
 
-    cluster: str | None = None
-    """The cluster of the predictions: a preset, a file, or here. None: here, if it was calibrated with as many threads;
-    else this machine is measured first, for 20 s."""
-
-    out: Path | None = None
-    """A JSON file to write the results to."""
-
-    html: Path | None = None
-    """An HTML file to write: one page with bars by cause."""
-
-    json: bool = False
-    """Print one JSON object and nothing else on stdout."""
-
 
 def main(arguments: Sequence[str]) -> int:
     """Measure; returns 0."""
     options, reading = parse(Memory, arguments, prog="shoal bench memory")
-    outputs = Outputs(options.json, options.out, options.html)
+    outputs = options.outputs
     numbers, (plans, problems) = parse_nproc(options.nproc), parse_plans(options.plans, PLANS)
     problems += [*numbers.problems, *check_alone("memory"), *check_steps(options.steps, 1)]
     recipe = complete(reading, [*problems, *outputs.problems()], max(numbers.nproc))
@@ -72,13 +51,10 @@ def _measure(options: Memory, recipe: Recipe, nproc: tuple[int, ...], plans: tup
     from shoal.bench.training.memory import measure_memory, memory_rows, to_mapping
 
     machine, device = Machine(), device_of(recipe, nproc)
-    threads = recipe.launch.threads or max(1, cores() // max(nproc))
-    ranks = Ranks(nproc=nproc, threads=threads, cores=cores(), device=device)
+    threads = recipe.launch.threads or max(1, whole_cores() // max(nproc))
+    ranks = Ranks(nproc=nproc, threads=threads, cores=whole_cores(), device=device)
     rows = memory_rows(recipe, ranks, plans)
-    most = min(max(nproc), max(1, cores() // threads))
-
-    def note(text: str) -> None:
-        print(f"shoal: {text}", file=sys.stderr, flush=True)
+    most = min(max(nproc), max(1, whole_cores() // threads))
 
     cluster = cluster_for_bench(options.cluster, ranks=most, threads=threads, device=device, say=note)
     with progress(quiet=options.json) as say:
@@ -87,7 +63,7 @@ def _measure(options: Memory, recipe: Recipe, nproc: tuple[int, ...], plans: tup
         "benchmark": "memory",
         **recipe_mapping(recipe, options.recipe),
         **machine.to_mapping(),
-        **{"device": device, "threads": threads, "cores": cores(), "steps": options.steps, "rounds": 1},
+        **{"device": device, "threads": threads, "cores": whole_cores(), "steps": options.steps, "rounds": 1},
         "cluster": cluster_mapping(cluster),
         **to_mapping(rows, cluster),
     }

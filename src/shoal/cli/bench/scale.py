@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
-
-from shoal.cli.bench.common import check_alone, check_steps, cores, parse_nproc, parse_plans, progress
-from shoal.cli.bench.training import Outputs, complete, recipe_mapping
+from shoal.cli.bench.common import check_alone, check_steps, parse_nproc, parse_plans, progress
+from shoal.cli.bench.training import PLANS, TrainingBench, complete, device_of, note, recipe_mapping
 from shoal.cli.overrides import parse
 from shoal.cli.reports.bench_scale import render
 from shoal.config.recipe import Recipe
-
-PLANS = ("ddp", "zero=1", "zero=2", "zero=3", "pp=2", "tp=2")
+from shoal.doctor.checks.cores import whole_cores
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class Scale(TrainingBench):
     """Measure how a recipe scales over the ranks of this machine: the same batch on more ranks (strong), and a batch
     that grows with them (weak). The base is one rank with as many threads and the same microbatch. Prediction, memory
     and loss stand beside each plan. All plans take turns, and warm-up is left out.
 
     shoal bench scale recipes/tiny.yaml --nproc 1,2 --plans ddp,zero=3,tp=2
     """
-
-    recipe: Annotated[Path | None, tyro.conf.Positional] = None
-    """A YAML file. None: the tiny llama."""
 
     nproc: str = "1,2"
     """Numbers of ranks. One rank is always measured, as the base."""
@@ -46,24 +38,11 @@ class Scale:
     rounds: int = 3
     """Turns of each row."""
 
-    cluster: str | None = None
-    """The cluster of the predictions: a preset, a file, or here. None: here, if it was calibrated with as many threads;
-    else this machine is measured first, for 20 s."""
-
-    out: Path | None = None
-    """A JSON file to write the results to."""
-
-    html: Path | None = None
-    """An HTML file to write: one page with lines of efficiency and the table."""
-
-    json: bool = False
-    """Print one JSON object and nothing else on stdout."""
-
 
 def main(arguments: Sequence[str]) -> int:
     """Measure; returns 0, or 1 if plans have different losses."""
     options, reading = parse(Scale, arguments, prog="shoal bench scale")
-    outputs = Outputs(options.json, options.out, options.html)
+    outputs = options.outputs
     numbers, (plans, problems) = parse_nproc(options.nproc), parse_plans(options.plans, PLANS)
     problems += [*numbers.problems, *check_alone("scale"), *check_steps(options.steps, options.rounds)]
     recipe = complete(reading, [*problems, *outputs.problems()], max(numbers.nproc))
@@ -77,18 +56,14 @@ def _measure(options: Scale, recipe: Recipe, nproc: tuple[int, ...], plans: tupl
     from shoal.bench.training import scale
     from shoal.bench.training.cases import Ranks
     from shoal.bench.training.machine import Machine, cluster_for_bench, cluster_mapping
-    from shoal.cli.bench.training import device_of
 
     machine, device = Machine(), device_of(recipe, nproc)
-    threads = recipe.launch.threads or max(1, cores() // max(nproc))
-    ranks = Ranks(nproc=tuple(sorted({1, *nproc})), threads=threads, cores=cores(), device=device)
+    threads = recipe.launch.threads or max(1, whole_cores() // max(nproc))
+    ranks = Ranks(nproc=tuple(sorted({1, *nproc})), threads=threads, cores=whole_cores(), device=device)
     modes: tuple[scale.Mode, ...] = ("strong", "weak") if options.mode == "both" else (options.mode,)
     request = scale.ScaleRequest(ranks=ranks, plans=plans, modes=modes, steps=options.steps, rounds=options.rounds)
     table = scale.table_of(recipe, request)
     most = max((each for each in ranks.nproc if not ranks.shared(each)), default=1)
-
-    def note(text: str) -> None:
-        print(f"shoal: {text}", file=sys.stderr, flush=True)
 
     cluster = cluster_for_bench(options.cluster, ranks=most, threads=threads, device=device, say=note)
     with progress(quiet=options.json) as say:

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from shoal.cli.bench.common import check_alone, check_steps, cores, parse_nproc, progress
-from shoal.cli.bench.training import Outputs, complete, device_of, recipe_mapping
+from shoal.cli.bench.common import check_alone, check_steps, parse_nproc, progress
+from shoal.cli.bench.training import TrainingBench, complete, device_of, note, recipe_mapping
 from shoal.cli.overrides import parse
 from shoal.cli.reports.bench_step import render
 from shoal.config.recipe import Recipe
+from shoal.doctor.checks.cores import whole_cores
 from shoal.errors import Problem, ShoalError, nearest
 
 KINDS = ("microbatch", "buckets", "recompute", "precision", "compile")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class Step(TrainingBench):
     """Measure what each setting buys: microbatch, DDP buckets, recomputation, precision and compilation, one row each,
     against the recipe as it is. All take turns. Ends with the settings to paste that are worth it.
 
     shoal bench step recipes/tiny.yaml --settings microbatch,recompute
     """
-
-    recipe: Annotated[Path | None, tyro.conf.Positional] = None
-    """A YAML file. None: the tiny llama."""
 
     nproc: str | None = None
     """The number of ranks. None: the recipe's, or 1."""
@@ -43,24 +37,11 @@ class Step:
     rounds: int = 3
     """Turns of each row."""
 
-    cluster: str | None = None
-    """The cluster of the predictions: a preset, a file, or here. None: here, if it was calibrated with as many threads;
-    else this machine is measured first, for 20 s."""
-
-    out: Path | None = None
-    """A JSON file to write the results to."""
-
-    html: Path | None = None
-    """An HTML file to write: one page with a bar for each row."""
-
-    json: bool = False
-    """Print one JSON object and nothing else on stdout."""
-
 
 def main(arguments: Sequence[str]) -> int:
     """Measure; returns 0."""
     options, reading = parse(Step, arguments, prog="shoal bench step")
-    outputs = Outputs(options.json, options.out, options.html)
+    outputs = options.outputs
     numbers = parse_nproc(options.nproc or str(reading.recipe.launch.nproc or 1))
     kinds, problems = _kinds(options.settings)
     problems += [*numbers.problems, *check_alone("step"), *check_steps(options.steps, options.rounds)]
@@ -91,12 +72,9 @@ def _measure(options: Step, recipe: Recipe, ranks: int, kinds: tuple[str, ...]) 
     from shoal.bench.training.machine import Machine, cluster_for_bench, cluster_mapping
 
     machine, device = Machine(), device_of(recipe, [ranks])
-    threads = recipe.launch.threads or max(1, cores() // ranks)
+    threads = recipe.launch.threads or max(1, whole_cores() // ranks)
     recipe = with_settings(recipe, launch={"nproc": ranks, "threads": threads})
     rows = step.step_rows(recipe, ranks, list(step.changes_of(recipe, ranks, kinds)))
-
-    def note(text: str) -> None:
-        print(f"shoal: {text}", file=sys.stderr, flush=True)
 
     cluster = cluster_for_bench(options.cluster, ranks=ranks, threads=threads, device=device, say=note)
     with progress(quiet=options.json) as say:
@@ -111,7 +89,7 @@ def _measure(options: Step, recipe: Recipe, ranks: int, kinds: tuple[str, ...]) 
         **recipe_mapping(recipe, options.recipe),
         **machine.to_mapping(),
         **{"plan": recipe.plan.fill(ranks).brief(), "ranks": ranks, "device": device, "threads": threads},
-        **{"cores": cores(), "steps": options.steps, "rounds": options.rounds, "warmup_steps": step.WARMUP_STEPS},
+        **{"cores": whole_cores(), "steps": options.steps, "rounds": options.rounds, "warmup_steps": step.WARMUP_STEPS},
         "cluster": cluster_mapping(cluster),
         **found,
     }

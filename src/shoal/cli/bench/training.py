@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import tyro
 
 from shoal.cli.bench.common import check_file, check_ranks
 from shoal.cli.process import ended_by_interrupt, without_garbage_collection
@@ -24,12 +26,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Found = Mapping[str, Any]
+PLANS = ("ddp", "zero=1", "zero=2", "zero=3", "pp=2", "tp=2")
+"""Plans that are compared unless others are named."""
 
 
 def complete(reading: RecipeReading, problems: Sequence[Problem], most_ranks: int) -> Recipe:
     """The recipe of a command without problems; else raise all of them. Then load torch."""
-    for note in reading.notes:
-        print(f"shoal: {note}", file=sys.stderr)
+    for text in reading.notes:
+        note(text)
     num_gpus = 0 if has_no_accelerator() else None
     if num_gpus is None and not problems:
         import torch
@@ -69,6 +73,37 @@ def recipe_mapping(recipe: Recipe, path: Path | None) -> dict[str, Any]:
         "seq_len": recipe.data.seq_len,
         "precision": recipe.plan.precision,
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingBench:
+    """Options of every benchmark that trains a recipe."""
+
+    recipe: Annotated[Path | None, tyro.conf.Positional] = None
+    """A YAML file. None: the tiny llama."""
+
+    cluster: str | None = None
+    """The cluster of the predictions: a preset, a file, or here. None: here, if it was calibrated with as many threads;
+    else this machine is measured first, for 20 s."""
+
+    out: Path | None = None
+    """A JSON file to write the results to."""
+
+    html: Path | None = None
+    """An HTML file to write: one page with a drawing and the table."""
+
+    json: bool = False
+    """Print one JSON object and nothing else on stdout."""
+
+    @property
+    def outputs(self) -> Outputs:
+        """Where the results go."""
+        return Outputs(self.json, self.out, self.html)
+
+
+def note(text: str) -> None:
+    """Print a line about the preparation."""
+    print(f"shoal: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def _keys(section: str) -> dict[str, Any]:
 
 
 def _entry(name: str, about: str, width: int) -> list[str]:
-    """A name with its explanation beside it, or below it where the name is long."""
+    """A name and its explanation in the second column; below the name if that is long."""
     lines = textwrap.wrap(about, width - COLUMN, break_on_hyphens=False) or [""]
     if len(name) > COLUMN - 4:
         return [f"  {name}", *(" " * COLUMN + line for line in lines)]

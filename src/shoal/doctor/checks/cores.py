@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from shoal.affinity import num_cores
 from shoal.doctor.bounded import Check
 from shoal.doctor.finding import Finding, counted, hint, ok, warning
 from shoal.errors import to_install
@@ -30,14 +31,14 @@ def checks() -> Iterator[Check]:
 
 def usable() -> tuple[float, str]:
     """Cores that this process may use, and what limits them."""
-    mask = len(os.sched_getaffinity(0))
+    mask = num_cores()
     quota = cgroup.cores()
     if quota is not None and quota < mask:
         return quota, f"the control group's cpu.max is {quota:g} of {counted(os.cpu_count() or mask, 'core')}"
     return mask, f"{mask} of {counted(os.cpu_count() or mask, 'core')} in the affinity mask"
 
 
-def whole() -> int:
+def whole_cores() -> int:
     """The same as a whole number, at least 1."""
     return max(1, math.floor(usable()[0]))
 
@@ -49,7 +50,7 @@ def cores() -> Iterator[Finding]:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > number:
         evidence = f"OMP_NUM_THREADS={threads} is more than the {number:g} usable cores: threads wait for each other"
-        yield warning("cores", evidence, f"export OMP_NUM_THREADS={whole()}")
+        yield warning("cores", evidence, f"export OMP_NUM_THREADS={whole_cores()}")
     elif number <= all_cores / 4:
         is_mask = "mask" in why
         fix = f"taskset -cp 0-{all_cores - 1} $$" if is_mask else f"docker run --cpus={all_cores} ...   # or cpu.max"

@@ -18,7 +18,7 @@ from shoal.predict.predict import Prediction
 from shoal.version import __version__
 
 CELLS = 90
-"""The drawing has a dot for the fastest plan of each cell, of so many across and down."""
+"""Cells of the drawing in each direction. Each has a dot for its fastest plan."""
 SHADES = 6
 Row = Sequence[str]
 

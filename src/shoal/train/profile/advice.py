@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from shoal.affinity import num_cores
 from shoal.config.recipe import Recipe
 from shoal.observe.profile.profile import FIXES
 from shoal.observe.profile.verdict import Verdict
@@ -85,7 +85,7 @@ class Advice:
 
     def _fix_cores(self) -> str:
         ranks, threads = self.recipe.plan.layout.world_size, self.recipe.launch.threads
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = num_cores()
         if ranks > cores:
             return f"--nproc {cores}: more ranks than cores do not compute faster"
         if threads is not None and threads * ranks > cores:

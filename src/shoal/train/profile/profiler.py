@@ -11,7 +11,6 @@ at the `with`, and fills caches.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from shoal.affinity import num_cores
 from shoal.comm.profile.timer import PartTimer, current, part
 from shoal.comm.profile.waits import watch_waits
 from shoal.comm.replicas.overlap import Overlap
@@ -166,7 +166,7 @@ class Profiler:
         assert self.timer is not None
         layout, rank = self.run.plan.layout, self.run.world.rank
         place = {axis: index for axis, index in layout.coordinate(rank).items() if layout.degree(axis) > 1}
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = num_cores()
         steps = self.timer.steps[self.warmup :]
         return RankRecord(rank, _host(), place, torch.get_num_threads(), cores, steps, self.timer.entered)
 

@@ -30,7 +30,7 @@ from shoal.parallel.pipeline.stage_io import traced
 from shoal.parallel.policies import Policies
 from shoal.train.build_model import adapt, adapter_of, build_model, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of, uncallable
-from shoal.train.model_prefix import value_for
+from shoal.train.model_prefix import function_for, value_for
 from shoal.train.optim.build import check_matrices
 from shoal.train.recipe.check_own_model import check_own_model
 from shoal.train.recipe.saving.start_weights import check_weights
@@ -119,12 +119,13 @@ def check_recipe(
 
 def check_tokenizer(recipe: Recipe) -> Iterator[Problem]:
     """Weights of others must not be trained on bytes because a tokenizer is missing."""
-    name = str(recipe.model.name)
-    if recipe.data.tokenizer != "auto" or not name.startswith("hf:") or value_for("TOKENIZERS", recipe.model):
+    name = recipe.model.name
+    has_own = function_for("TOKENIZERS", name) is not None
+    if recipe.data.tokenizer != "auto" or not has_own or value_for("TOKENIZERS", recipe.model) is not None:
         return
     kinds = Findings().of(lambda: [source_kind(one) for one in recipe.data.each])  # what fails, the data reports
     if any(kind in TOKENIZED for kind in kinds or ()):
-        what = f"text is tokenized by the tokenizer.json of the model, and {name.removeprefix('hf:')!r} has none"
+        what = f"text is tokenized by the tokenizer.json of the model, and {name!r} has none"
         yield Problem("M080", what, "--data.tokenizer PATH/tokenizer.json, or --data.tokenizer bytes")
 
 

@@ -53,7 +53,8 @@ def expect_weights(recipe: Recipe, model: nn.Module) -> None:
 
 
 def check_weights(recipe: Recipe, model: nn.Module) -> list[Problem]:
-    """Problems of the files that a model would start with, in formats of other systems. Headers alone are read."""
+    """Problems of the files that a model would start with, in formats of other systems. Headers are read, and
+    the values of tensors that a config ties and the files have twice."""
     try:
         where = source_of(recipe)
         if where is not None and is_foreign(where):
