@@ -215,7 +215,7 @@ def check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
             f"the model must have at least {vocabulary} outputs for the labels of the data, got {outputs}",
             f"--model.vocabulary {vocabulary} (--model.num_classes {vocabulary} of a classifier), or other data"
             if adapter_of(model) is None
-            else "--data.tokenizer PATH/tokenizer.json, the tokenizer of this model, or other data",
+            else "--data.tokenizer PATH/tokenizer.json of this model; tokens in .bin files must come from it too",
         )
     tokens, most = data.tokens_per_sample, description.max_tokens
     if tokens is not None and most is not None and tokens > most:
