@@ -1,0 +1,86 @@
+"""An optimizer in host memory makes the updates that it would make on the device. The copies of a GPU are in
+tests/gpu/test_layouts.py; here the device is the CPU too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.numerics.offload import HostCopies, num_step_hooks
+
+STEPS = 4
+
+
+class WholeSteps(torch.optim.SGD):
+    """Counts its steps, as schedule-free optimizers do: it must not be called once a bucket."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return super().step(closure)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8), nn.Linear(8, 1, bias=False)).double()
+
+
+def trained(make: Callable[[Iterable[Any]], Optimizer], *, bucket: int | None) -> list[torch.Tensor]:
+    """The weights after some steps; `bucket`: bytes of it in host memory, None: not offloaded."""
+    net = model()
+    optimizer = make(net.parameters())
+    copies = HostCopies(optimizer, lambda one: one, bucket) if bucket is not None else None
+    generator = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        net.zero_grad(set_to_none=True)
+        net(torch.randn(5, 8, dtype=torch.float64, generator=generator)).square().sum().backward()
+        if step == 2:  # a parameter without a gradient is not updated
+            net[0].bias.grad = None
+        (copies or optimizer).step()
+    if copies is not None:
+        for parameter, host in copies.pairs:
+            assert torch.equal(parameter, host)
+            assert host.grad is None
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("bucket", [1, 200, 2**20])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        lambda p: WholeSteps(p, lr=0.05, momentum=0.9),
+    ],
+)
+def test_updates_by_buckets_are_those_of_the_device(make: Callable[[Iterable[Any]], Optimizer], bucket: int) -> None:
+    for one, other in zip(trained(make, bucket=bucket), trained(make, bucket=None), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_optimizer_of_the_users_own_steps_once() -> None:
+    net = model()
+    optimizer = WholeSteps(net.parameters(), lr=0.1)
+    copies = HostCopies(optimizer, lambda one: one, bucket=1)
+    net(torch.ones(1, 8, dtype=torch.float64)).sum().backward()
+    copies.step()
+    assert optimizer.calls == 1
+
+
+def test_a_hook_of_the_script_is_called_once() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: None)  # as Run.prepare does
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    assert num_step_hooks(optimizer) == 2
+    copies = HostCopies(optimizer, lambda one: one, bucket=1)
+    net(torch.ones(1, 8, dtype=torch.float64)).sum().backward()
+    copies.step()
+    assert called == [1]
