@@ -26,7 +26,7 @@ class WholeSteps(torch.optim.SGD):
         return super().step(closure)
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8), nn.Linear(8, 1, bias=False)).double()
 

@@ -84,7 +84,7 @@ class HostCopies:
         for pair in self.pairs:
             if pair[0].grad is None:
                 continue
-            own = _bytes(self.piece(pair[0].grad))
+            own = self._size(pair)
             if bucket and limit is not None and size + own > limit:
                 yield bucket
                 bucket, size = [], 0
@@ -93,9 +93,12 @@ class HostCopies:
         if bucket:
             yield bucket
 
+    def _size(self, pair: Pair) -> int:
+        return 0 if pair[0].grad is None else _bytes(self.piece(pair[0].grad))
+
     def _make_slots(self, buckets: list[list[Pair]]) -> None:
         """Memory for gradients on the host, once: it lasts for all steps."""
-        needed = max((sum(_bytes(self.piece(p.grad)) for p, _ in bucket) for bucket in buckets), default=0)  # type: ignore[arg-type]
+        needed = max((sum(map(self._size, bucket)) for bucket in buckets), default=0)
         if not self.slots or self.slots[0].numel() < needed:
             device = self.pairs[0][0].device
             count = min(SLOTS, len(buckets))
