@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shoal.comm.profile.stream_waits import StreamWaits
 from shoal.comm.profile.timer import current, waiting
 
 COLLECTIVES = (
@@ -37,14 +38,17 @@ WORLD = "world"
 def watch_waits() -> Callable[[], None]:
     """Replace the methods; returns a function that restores them."""
     works: Works = weakref.WeakKeyDictionary()
+    streams = StreamWaits()
     kinds = ((dist.ProcessGroup, (*COLLECTIVES, *MESSAGES)), (dist.Work, ("wait",)))
     # `vars`, not getattr: of a method in C++ that would be a function without its instance, which cannot be put back.
     before = [(kind, name, vars(kind)[name]) for kind, names in kinds for name in names if name in vars(kind)]
     for kind, name, _ in before:
         method = getattr(kind, name)
-        setattr(kind, name, _timed(method, works) if name == "wait" else _noting(method, name, works))
+        setattr(kind, name, _timed(method, works) if name == "wait" else _noting(method, name, works, streams))
+    restore_streams = streams.watch()
 
     def restore() -> None:
+        restore_streams()
         for kind, name, method in before:
             setattr(kind, name, method)
 
@@ -63,7 +67,7 @@ def _timed(wait: Any, works: Works) -> Any:
     return call
 
 
-def _noting(method: Any, name: str, works: Works) -> Any:
+def _noting(method: Any, name: str, works: Works, streams: StreamWaits) -> Any:
     """The method, with a note of the collective that it starts."""
 
     @functools.wraps(method)
@@ -75,6 +79,7 @@ def _noting(method: Any, name: str, works: Works) -> Any:
         axis = axis_of(group)
         with waiting(axis, key):  # some backends wait here
             work = method(group, *arguments, **options)
+        streams.note(axis, key)
         if isinstance(work, dist.Work):
             works[work] = axis, key
         return work

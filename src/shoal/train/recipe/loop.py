@@ -85,7 +85,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         choices = [text for text in (sync_chosen, algorithm_chosen(run), bucket_chosen(run), run.fused_layers) if text]
         line.note(_headline(run, job, lr, choices, storage))
         loader = build_loader(job, run, workers=recipe.data.workers)
-        profile = _profile(run, job, invocation, storage, line)
+        profile = _profile(run, job, invocation, storage, line, step_metrics)
         with ExitStack() as ends:
             for one in (storage, line, step_metrics, loader, profile):  # the last one is closed first
                 ends.callback(one.close)
@@ -123,9 +123,13 @@ def _storage(run: Run, job: Job, invocation: RunInvocation, line: ProgressLine) 
     return storage
 
 
-def _profile(run: Run, job: Job, invocation: RunInvocation, storage: NoStorage, line: ProgressLine) -> RecipeProfile:
+def _profile(
+    run: Run, job: Job, invocation: RunInvocation, storage: NoStorage, line: ProgressLine, metrics: StepMetrics
+) -> RecipeProfile:
     steps = job.recipe.run.profile.steps(**units(job.recipe, job.training)) or 0
-    profile = RecipeProfile(run, job.recipe, steps, storage.path, line.note, is_only=invocation.only_profiles)
+    profile = RecipeProfile(
+        run, job.recipe, steps, storage.path, line.note, is_only=invocation.only_profiles, mfu=metrics.mfu
+    )
     profile.begin()
     return profile
 

@@ -138,7 +138,7 @@ class StepMetrics:
             "grad_norm": grad_norm,
             "step_seconds": seconds,
             "tokens_per_s": self.tokens_per_step / seconds,
-            "mfu": self._mfu(seconds),
+            "mfu": self.mfu(seconds),
             "memory_gib": peak_memory_gib(self.run.device),
             "skipped": report.was_skipped,
         }
@@ -203,7 +203,7 @@ class StepMetrics:
             "parameters": self.run.composed.num_parameters,
             "step_seconds_median": step_seconds,
             "tokens_per_s": self.tokens_per_step / step_seconds,
-            "mfu": self._mfu(step_seconds),
+            "mfu": self.mfu(step_seconds),
             "data_wait_fraction": sum(self.data_wait_seconds[warmup:]) / (sum(self.step_seconds[warmup:]) or math.nan),
             **self._communication(warmup),
             "straggler": self.stragglers.summary(self.run.world),
@@ -256,7 +256,7 @@ class StepMetrics:
             line.say(f"shoal: {warning}")
         return dict(zip(STRAGGLER, (found.rank, found.late_seconds, found.cost_fraction), strict=True))
 
-    def _mfu(self, seconds: float) -> float | None:
+    def mfu(self, seconds: float) -> float | None:
         """Counted FLOPs per second over the datasheet's peak of all devices; None unless both are known."""
         if self.flops_per_step is None or self.peak is None:
             return None
