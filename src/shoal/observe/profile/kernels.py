@@ -98,7 +98,7 @@ def top_kernels(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
 
 
 def short_name(name: str) -> str:
-    """The name of a kernel without its types, unless they are what tells kernels of torch apart.
+    """The name of a kernel without its types, unless kernels of torch differ by them alone.
 
     >>> short_name("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >(int)")
     'vectorized_elementwise_kernel(CUDAFunctor_add)'
