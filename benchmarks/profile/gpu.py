@@ -25,9 +25,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
+from shoal.comm.profile.intervals import length
 from shoal.models.llama import Llama, LlamaConfig
 from shoal.numerics.init import initialise
-from shoal.observe.profile.kernels import gpu_use, length
+from shoal.observe.profile.kernels import gpu_use
 from shoal.predict.presets.peak_flops import peak_flops
 from shoal.train.profile.operators import OperatorTrace
 from shoal.train.profile.profiler import Profiler

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
+from shoal.comm.profile.intervals import union, without
 from shoal.comm.profile.stream_timer import StreamTimer, is_in_backward
 from shoal.comm.profile.stream_waits import StreamWaits
 from shoal.comm.profile.timer import Span, Step, current, enter, part, waiting
-from shoal.observe.profile.kernels import Kernel, gpu_use, union, without
+from shoal.observe.profile.kernels import Kernel, gpu_use
 from shoal.observe.profile.profile import Profile
 from shoal.observe.profile.record import RankRecord
 from shoal.train.profile.operators import device_events

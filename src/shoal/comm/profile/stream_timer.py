@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,6 +27,8 @@ from shoal.comm.profile.timer import PartTimer, Span, Step
 @dataclass
 class StreamTimer(PartTimer):
     """The timer of the current stream of this thread. A time is the number of an event until `resolve`."""
+
+    is_of_host: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

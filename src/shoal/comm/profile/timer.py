@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 T = TypeVar("T")
 
@@ -61,10 +61,17 @@ class Step:
 class PartTimer:
     """The timer of one thread."""
 
+    is_of_host: ClassVar[bool] = True
+    """Whether times are those of the host, as they are taken."""
+
     clock: Callable[[], int] = time.monotonic_ns
     steps: list[Step] = field(default_factory=list)
     entered: dict[str, int] = field(default_factory=dict)
     """Collective or message → when this rank entered it. Other threads enter collectives, too."""
+    ended: dict[str, int] = field(default_factory=dict)
+    """Collective → when it was over, where that is known."""
+    is_sample: bool = False
+    """Whether it times one step of many, and no profile is being made."""
     on_close: Callable[[str], None] | None = None
     """Called with the name of every part that ends, before its time is taken."""
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
 from shoal.comm.profile.stream_waits import StreamWaits
-from shoal.comm.profile.timer import current, waiting
+from shoal.comm.profile.timer import PartTimer, current, waiting
 
 COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_coalesced"),
@@ -33,6 +34,8 @@ Works = weakref.WeakKeyDictionary[Any, tuple[str, str]]
 """What was started and is waited for later → its axis and key."""
 WORLD = "world"
 """The axis of messages between all ranks: losses, counts and norms."""
+OTHER_GROUP = "other group"
+"""The axis of a group that is none of the layout's."""
 
 
 def watch_waits() -> Callable[[], None]:
@@ -82,9 +85,18 @@ def _noting(method: Any, name: str, works: Works, streams: StreamWaits) -> Any:
         streams.note(axis, key)
         if isinstance(work, dist.Work):
             works[work] = axis, key
+            _note_end(work, name, timer, key)
         return work
 
     return call
+
+
+def _note_end(work: dist.Work, name: str, timer: PartTimer, key: str) -> None:
+    """Note when a collective is over, by gloo's own thread. Messages do not say it, and streams do not either."""
+    if name in MESSAGES or not timer.is_of_host:
+        return
+    with suppress(RuntimeError, NotImplementedError):  # a backend that has no futures
+        work.get_future().add_done_callback(lambda _: timer.ended.setdefault(key, timer.clock()))
 
 
 def _channel(group: dist.ProcessGroup, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
@@ -99,4 +111,4 @@ def _channel(group: dist.ProcessGroup, name: str, arguments: tuple[Any, ...], op
 
 def axis_of(group: dist.ProcessGroup) -> str:
     """The axis of the layout that a group is made for."""
-    return {"default_pg": WORLD, "undefined": "other group", "": "other group"}.get(group.group_desc, group.group_desc)
+    return {"default_pg": WORLD, "undefined": OTHER_GROUP, "": OTHER_GROUP}.get(group.group_desc, group.group_desc)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from shoal.affinity import num_cores
+from shoal.comm.profile.axis_overlap import by_axis
 from shoal.comm.profile.stream_timer import StreamTimer
 from shoal.comm.profile.timer import PartTimer, current, part
 from shoal.comm.profile.waits import watch_waits
@@ -168,10 +169,15 @@ class Profiler:
         return undo
 
     def _overlap(self) -> dict[str, float]:
-        """Axis → the part of its communication that computation hides, on this rank. Known of replicas alone."""
-        timed = self._overlaps[self.warmup :]
+        """Axis → the part of its communication that computation hides, on this rank; on a CPU alone."""
+        assert self.timer is not None
+        timer, timed = self.timer, self._overlaps[self.warmup :]
+        found = by_axis(timer.steps[self.warmup :], timer.entered, timer.ended) if timer.is_of_host else {}
+        hidden = {axis: each.hidden for axis, each in found.items() if each.seconds}
         seconds = sum(each.seconds for each in timed)
-        return {"dp_replicate": 1 - sum(each.exposed for each in timed) / seconds} if seconds else {}
+        if seconds:  # by the timers of DDP: Python sees only the end of its collectives
+            hidden["dp_replicate"] = 1 - sum(each.exposed for each in timed) / seconds
+        return hidden
 
     def _record(self) -> RankRecord:
         assert self.timer is not None

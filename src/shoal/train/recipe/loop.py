@@ -197,7 +197,8 @@ def _steps(
     for batch in run.batches(loader):
         done = (run.steps_done + 1) / num_steps if num_steps else min(elapsed / seconds, 1.0)
         set_lr(run.optimizer, _lr_factor(job, run.steps_done + 1, done))
-        with _noting_step(run.steps_done + 1), begin_step(run.steps_done + 1, compiles=bool(settings.compile)):
+        number, compiles = run.steps_done + 1, bool(settings.compile)
+        with _noting_step(number), begin_step(number, compiles=compiles), step_metrics.overlap.step(run.steps_done):
             run.step(batch)
         stop_request.is_first_step = False
         step_metrics.record_step(loader, line, done)
