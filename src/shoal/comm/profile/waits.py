@@ -95,8 +95,12 @@ def _note_end(work: dist.Work, name: str, timer: PartTimer, key: str) -> None:
     """Note when a collective is over, by gloo's own thread. Messages do not say it, and streams do not either."""
     if name in MESSAGES or not timer.is_of_host:
         return
+
+    def note(_: Any) -> None:
+        timer.ended[key] = timer.clock()
+
     with suppress(RuntimeError, NotImplementedError):  # a backend that has no futures
-        work.get_future().add_done_callback(lambda _: timer.ended.setdefault(key, timer.clock()))
+        work.get_future().add_done_callback(note)
 
 
 def _channel(group: dist.ProcessGroup, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> str:

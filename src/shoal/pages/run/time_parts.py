@@ -50,8 +50,9 @@ def time_parts(table: MetricsTable, start: int, stop: int) -> TimeParts | None:
 def _communication(table: MetricsTable, start: int, stop: int, mean: float) -> tuple[float | None, float | None]:
     """The exposed and the hidden fraction: not every step is timed, so means are compared."""
     every = [_seconds(table, f"_{axis}", start, stop) for axis in AXES]
-    found = [each for each in every if each is not None] or [_seconds(table, "", start, stop)]
-    known = [each for each in found if each is not None]
+    if not any(every):  # an older run: that of replicas alone
+        every = [_seconds(table, "", start, stop)]
+    known = [each for each in every if each is not None]
     if not known:
         return None, None
     seconds, exposed = (sum(column) for column in zip(*known, strict=True))

@@ -184,7 +184,7 @@ class StepMetrics:
 
     def _of_axes(self, axes: dict[str, AxisTime]) -> Record:
         """The values of `AXIS`."""
-        found = {}
+        found: Record = {}
         for axis, each in axes.items():
             self._axes.setdefault(axis, []).append(each)
             names = (name.format(axis=axis) for name in AXIS)
