@@ -16,6 +16,8 @@ from shoal.observe.profile.partition import BUBBLE, LATE, WHOLE, WIRE, RankParts
 
 NOTED = 0.1
 """Fraction of a step: a smaller cost is no verdict. An assumption, as `arrivals.WARN`."""
+COMPUTING = ("forward", "backward", "recompute", "optimizer", "other")
+"""Parts in which nothing is waited for."""
 JITTER = 1.3
 """95th over 50th percentile of the time of a step. An assumption."""
 
@@ -29,6 +31,7 @@ TITLES = {
     "saving": "saving checkpoints",
     "jitter": "jitter",
     "cores": "oversubscribed cores",
+    "idle": "GPU idle between kernels",
 }
 
 
@@ -59,13 +62,19 @@ class Verdict:
 
 
 def judge(
-    ranks: Sequence[RankParts], fix: Callable[[Verdict], str], predicted: Mapping[str, float] | None = None
+    ranks: Sequence[RankParts],
+    fix: Callable[[Verdict], str],
+    predicted: Mapping[str, float] | None = None,
+    *,
+    utilization: float | None = None,
 ) -> Verdict:
-    """The verdict. `fix` says what to type; `predicted` has seconds of a step, by part."""
+    """The verdict. `fix` says what to type; `predicted` has seconds of a step, by part; `utilization` is the fraction
+    of a step in which a kernel runs on the GPU."""
     parts = mean(ranks)
     step = sum(parts.values())
     shares = {name: seconds / step for name, seconds in parts.items()}
-    found = max(_candidates(ranks, shares), key=lambda each: each.cost, default=None)
+    causes = [*_candidates(ranks, shares), *_idle(shares, utilization)]
+    found = max(causes, key=lambda each: each.cost, default=None)
     jitter = _jitter(ranks)
     if found is None or found.cost < NOTED:
         found = jitter or _compute(shares)
@@ -93,6 +102,16 @@ def _candidates(ranks: Sequence[RankParts], shares: Mapping[str, float]) -> Iter
     yield from _links(shares)
     yield from _late(ranks)
     yield from _cores(ranks)
+
+
+def _idle(shares: Mapping[str, float], utilization: float | None) -> Iterator[Verdict]:
+    """The time of a GPU in which no kernel runs, while it computes as far as the parts say."""
+    if utilization is None:
+        return
+    computing = sum(shares.get(name, 0.0) for name in COMPUTING)
+    cost = max(0.0, computing - utilization)
+    evidence = f"kernels run {utilization:.0%} of a step, and forward, backward and update take {computing:.0%}"
+    yield Verdict(kind="idle", cost=cost, evidence=f"{evidence}: the main thread queues kernels too slowly")
 
 
 def _links(shares: Mapping[str, float]) -> Iterator[Verdict]:
@@ -140,7 +159,7 @@ def _excess(ranks: Sequence[RankParts], slowest: int) -> str:
 
 def _cores(ranks: Sequence[RankParts]) -> Iterator[Verdict]:
     """Threads that wait for a core, by the kernel's own count."""
-    for host in sorted({rank.record.host for rank in ranks}):
+    for host in sorted({rank.record.host for rank in ranks if rank.record.device == "cpu"}):
         here = [rank for rank in ranks if rank.record.host == host]
         delays = [rank.delay for rank in here if rank.delay is not None]
         threads, cores = sum(rank.record.threads for rank in here), here[0].record.cores
