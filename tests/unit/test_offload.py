@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+import shoal
 from shoal.numerics.offload import HostCopies, num_step_hooks
 
 STEPS = 4
@@ -84,3 +85,12 @@ def test_a_hook_of_the_script_is_called_once() -> None:
     net(torch.ones(1, 8, dtype=torch.float64)).sum().backward()
     copies.step()
     assert called == [1]
+
+
+def test_the_predicted_time_is_that_of_the_benchmark() -> None:
+    """8.03 B parameters on one H200, 2 x 4096 tokens: benchmarks/results/offload_nvidia-h200_2026-11-18.md."""
+    words = {"seq_len": 4096, "global_batch": 2, "plan": "mb=2 bf16 offload=optimizer"}
+    best = shoal.plan("llama3-8b", cluster="h200:1", **words).best[0].prediction
+    assert best.memory.allocated / 2**30 == pytest.approx(66.7, rel=0.01)
+    assert best.time.total == pytest.approx(2.85, rel=0.1)
+    assert best.time.optimizer == 0
