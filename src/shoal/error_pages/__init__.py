@@ -21,6 +21,7 @@ AREAS = {
     "N": "launch",
     "V": "verify",
     "L": "finetuning",
+    "E": "deepspeed",
 }
 """The letter of an area → its file, without the ending."""
 
