@@ -16,6 +16,7 @@ from shoal.cli.reports.console import WIDTH, show
 from shoal.planner.request import PlanRequest
 
 if TYPE_CHECKING:
+    from shoal.config.deepspeed.translation import Line
     from shoal.planner.search import Candidate
 
 
@@ -31,6 +32,9 @@ class Options(PlanRequest):
     """A preset (llama3-8b, mixtral-8x7b, ...), a Hugging Face config.json, hf:FOLDER, or file.py:function. None: the
     dimensions below."""
 
+    deepspeed: Path | None = None
+    """A ds_config.json of DeepSpeed, whose parallelism, batch and precision every plan must have."""
+
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
 
@@ -41,6 +45,11 @@ class Options(PlanRequest):
 def main(arguments: Sequence[str]) -> int:
     """Print the plans; return 0 if one fits, else 1."""
     options = parse_options(Options, arguments, prog="shoal plan")
+    translated: list[Line] = []
+    if options.deepspeed is not None:
+        from shoal.cli.other_systems.in_plan import with_translation
+
+        options, translated = with_translation(options, arguments)
     from shoal.cli.reports.plan import render
     from shoal.planner.answer import answer, to_mapping
 
@@ -52,7 +61,11 @@ def main(arguments: Sequence[str]) -> int:
 
         write_page(options.html, plan_page(found, seen or ()), "--html")
     if options.json:
-        print(json.dumps(to_mapping(found), allow_nan=False))
+        both = {
+            **to_mapping(found),
+            **({"translated": [line.to_mapping() for line in translated]} if translated else {}),
+        }
+        print(json.dumps(both, allow_nan=False))
     else:
         show(lambda console: render(console, found), sys.stdout, width=WIDTH)
     return 0 if found.best else 1

@@ -44,6 +44,9 @@ class Train:
     recipe: Annotated[Path | None, tyro.conf.Positional] = None
     """A YAML file. None: the tiny llama on the source files of Python."""
 
+    deepspeed: Path | None = None
+    """A ds_config.json of DeepSpeed: its settings replace those of the recipe, and the command line replaces both."""
+
     json: bool = False
     """Print the summary as one JSON object, and nothing else on stdout."""
 
@@ -140,6 +143,8 @@ def _train(options: Train, reading: RecipeReading, start_time: float, out: TextI
             show_dry_run(job.recipe, predict_step(job.recipe), as_json=options.json, out=out)
         return 0
     summary = run_job(job, options, placement, world_size, start_time)
+    if reading.translated:
+        summary["deepspeed"] = list(reading.translated)
     is_written = _write_result(job, summary) if is_main else True
     if is_main:
         show_summary(summary, as_json=options.json, out=out)

@@ -22,6 +22,7 @@ AREAS = {
     "V": "verify",
     "L": "finetuning",
     "H": "horovod",
+    "E": "deepspeed",
 }
 """The letter of an area → its file, without the ending."""
 
