@@ -47,6 +47,7 @@ class JobSpec:
 
     @property
     def num_ranks(self) -> int:
+        """Processes on all nodes."""
         return self.nodes * self.ranks_per_node
 
     def check(self) -> Iterator[Problem]:

@@ -28,7 +28,7 @@ def read_time(text: str) -> int:
             seconds = sum(int(value) * _SECONDS[unit] for unit, value in found.groupdict().items() if value)
             if 0 < seconds <= MOST:
                 return seconds
-    what = f"--time must be a time limit such as 24:00:00 (hours, minutes, seconds) or 2-12 (days, hours), got {text[:80]!r}"
+    what = f"--time must be a time limit such as 24:00:00 or 2-12, got {text[:80]!r}"
     raise ShoalError(what, fix="--time 24:00:00", code="J003")
 
 

@@ -114,4 +114,6 @@ def _table(jobs: Sequence[SlurmJob]) -> str:
         where = job.nodes or ("" if job.reason == "None" else job.reason)
         rows.append((job.id, job.name, job.state.lower(), job.time, where))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -21,6 +22,8 @@ from shoal.jobs.sweep import read_sweep
 from shoal.jobs.time_limit import read_time
 
 Options = TypeVar("Options", bound="JobOptions")
+
+_NPROC = re.compile(r"--nproc (\d+( or \d+)?)")
 
 REPEATED = ("--env", "--setup", "--array", "--sbatch")
 """Options that may be given several times. Each is one text, with a line for each time."""
@@ -152,7 +155,7 @@ def checked_request(
         **more,
     )
     found += spec.check()
-    recipe = reading.with_problems(found.problems).complete(lambda each: check_incomplete(each, spec.num_ranks))
+    recipe = reading.with_problems(found.problems).complete(lambda each: _check_settings(each, spec.num_ranks))
     check_plan(options, recipe, sweep, spec.num_ranks, settings)
     return Request(options, spec, recipe, shlex.join([*prog.split(), *arguments]))
 
@@ -193,6 +196,12 @@ def _check_recipe(options: JobOptions, recipe: Recipe, prog: str) -> list[Proble
     return found
 
 
+def _check_settings(recipe: Recipe, ranks: int) -> list[Problem]:
+    """Find problems of the settings on so many ranks. Their number is that of the machines, not `--nproc`."""
+    found = check_incomplete(recipe, max(ranks, 1))
+    return [replace(each, fix=_NPROC.sub(r"--nodes and --gpus with \1 ranks in all", each.fix)) for each in found]
+
+
 def check_plan(
     options: JobOptions, recipe: Recipe, sweep: Sequence[dict[str, str]], ranks: int, settings: Sequence[str]
 ) -> None:
@@ -200,12 +209,12 @@ def check_plan(
 
     Before a job is submitted, model and data are checked, too: a mistake would be seen only after the job has waited.
     """
-    raise_if(check_incomplete(recipe, ranks))
+    raise_if(_check_settings(recipe, ranks))
     for each in sweep:
         words = [str(options.recipe), *settings, *(f"--{name}={value}" for name, value in each.items())]
         reading = parse(JobOptions, words, prog="shoal launch")[1]
-        varied = reading.complete(lambda one: check_incomplete(one, ranks))
-        raise_if(check_incomplete(varied, ranks), title=f"the job with {', '.join(map('='.join, each.items()))}")
+        varied = reading.complete(lambda one: _check_settings(one, ranks))
+        raise_if(_check_settings(varied, ranks), title=f"the job with {', '.join(map('='.join, each.items()))}")
     if options.submit and not options.dry_run and not options.unchecked and not recipe.run.planned:
         from shoal.train.recipe.preflight import check_recipe  # torch
 

@@ -7,16 +7,18 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from shoal.cli.jobs.request import JobOptions, Request, checked_request, program_here, read_options
-from shoal.errors import Problem, raise_if
+from shoal.errors import Problem, ShoalError, raise_if
 from shoal.jobs.programs import run
 from shoal.jobs.slurm.client import find_job, submit
-from shoal.jobs.slurm.script import SlurmSite, fingerprint_of, render, runtime_of
+from shoal.jobs.slurm.script import MARK, SlurmSite, mark_of, render, runtime_of
 from shoal.jobs.spec import JobSpec
+from shoal.jobs.time_limit import read_time
 
 PROG = "shoal launch slurm"
 
@@ -82,18 +84,31 @@ def main(arguments: Sequence[str]) -> int:
         program=program_here(is_elsewhere=bool(options.container or options.setup)),
         stop_before=_stop_before(options),
     )
-    script = render(request.spec, site, directory=os.getcwd(), command=request.command)
-    if not options.submit or options.dry_run:
-        print(json.dumps({"script": script, "ranks": request.spec.num_ranks}) if options.json else script, end="")
-        return 0
-    raise_if(_check_runtime(request.spec, site))
-    return _submit(request, script)
+    raise_if(_check_runtime(request.spec, site) if options.submit else ())
+    is_submitted = options.submit and not options.dry_run
+    mark = mark_of(request.spec, site, directory=os.getcwd(), recipe=request.recipe.model_dump_json())
+    files = _files(request, site, mark, copies=is_submitted)
+    if is_submitted:
+        return _submit(request, files, mark)
+    (script,) = files.values()
+    print(json.dumps({"script": script, "ranks": request.spec.num_ranks}) if options.json else script, end="")
+    return 0
+
+
+def _files(request: Request, site: SlurmSite, mark: str, *, copies: bool) -> dict[Path, str]:
+    """The script and, if it `copies` it, the recipe: a change of the file must not change a job that waits."""
+    options: Slurm = request.options
+    spec, stem = request.spec, Path(options.folder) / f"{request.spec.name}-{mark.removeprefix(MARK)[:8]}"
+    files, recipe = dict[Path, str](), stem.with_name(f"{stem.name}.yaml")
+    if copies:
+        assert options.recipe is not None
+        files[recipe] = options.recipe.read_text()
+        spec = replace(spec, words=(str(recipe), *spec.words[1:]))
+    script = render(spec, site, directory=os.getcwd(), command=request.command, mark=mark)
+    return {stem.with_name(f"{stem.name}.sbatch"): script, **files}
 
 
 def _stop_before(options: Slurm) -> int:
-    from shoal.errors import ShoalError
-    from shoal.jobs.time_limit import read_time
-
     if options.stop_before is not None:
         return options.stop_before
     try:
@@ -111,21 +126,33 @@ def _check(options: Slurm) -> Iterator[Problem]:
 
 def _check_runtime(spec: JobSpec, site: SlurmSite) -> Iterator[Problem]:
     """Find a cluster whose srun cannot run containers. apptainer may be on compute nodes alone."""
-    if runtime_of(spec, site) == "pyxis" and shutil.which("srun") and "--container-image" not in run("srun", "--help").out:
+    if (
+        runtime_of(spec, site) == "pyxis"
+        and shutil.which("srun")
+        and "--container-image" not in run("srun", "--help").out
+    ):
         what = "srun of this cluster has no --container-image: the plugin pyxis is not installed"
         yield Problem("J017", what, "--runtime apptainer, with --container IMAGE.sif")
 
 
-def _submit(request: Request, script: str) -> int:
+def _submit(request: Request, files: dict[Path, str], mark: str) -> int:
     options: Slurm = request.options
-    path = Path(options.folder) / f"{request.spec.name}-{fingerprint_of(script)[:8]}.sbatch"
-    number = submit(script, path, again=options.again)
-    job = find_job(number)[0]
-    logs = Path(options.folder) / f"{request.spec.name}-{number}{'_*' if request.spec.variants else ''}.log"
+    number = submit(files, mark, again=options.again)
+    state, reason = _state_of(number)
+    script = str(next(iter(files)))
+    logs = str(Path(options.folder) / f"{request.spec.name}-{number}{'_*' if request.spec.variants else ''}.log")
     if options.json:
-        print(json.dumps({"job": number, "state": job.state, "reason": job.reason, "script": str(path), "logs": str(logs)}))
+        print(json.dumps({"job": number, "state": state, "reason": reason, "script": script, "logs": logs}))
         return 0
-    waits = f" ({job.reason})" if job.state == "PENDING" and job.reason != "None" else ""
-    print(f"job {number} is {job.state.lower()}{waits}; script {path}, output {logs}")
-    print(f"follow it: shoal launch logs {number}", file=sys.stderr)
+    waits = f" ({reason})" if state == "PENDING" and reason != "None" else ""
+    print(f"job {number} is {state.lower()}{waits}; script {script}, output {logs}")
+    print(f"follow it: shoal launch logs {number} --follow", file=sys.stderr)
     return 0
+
+
+def _state_of(number: str) -> tuple[str, str]:
+    """The state of a job that was just submitted, and why it waits. The queue may not list it yet."""
+    with suppress(ShoalError):
+        job = find_job(number)[0]
+        return job.state, job.reason
+    return "SUBMITTED", "None"

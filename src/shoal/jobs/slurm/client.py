@@ -6,14 +6,14 @@ import fcntl
 import os
 import pwd
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shoal.errors import ShoalError
 from shoal.jobs.programs import Answer, checked, require, run
-from shoal.jobs.slurm.script import MARK, fingerprint_of
+from shoal.jobs.slurm.script import MARK
 
 ID = re.compile(r"\d+(_\d+)?")
 _ACTIVE = {"PENDING", "RUNNING", "SUSPENDED", "REQUEUED", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT"}
@@ -48,6 +48,7 @@ class SlurmJob:
 
     @property
     def is_active(self) -> bool:
+        """Whether it waits or runs."""
         return self.state in _ACTIVE
 
     def to_mapping(self) -> dict[str, str]:
@@ -65,23 +66,24 @@ def list_jobs() -> list[SlurmJob]:
     return [SlurmJob(*row) for row in rows if len(row) == 7 and row[3].startswith(MARK)]
 
 
-def submit(script: str, path: Path, *, again: bool = False) -> str:
-    """Write the script to a file and submit it; returns the number of the job.
+def submit(files: Mapping[Path, str], mark: str, *, again: bool = False) -> str:
+    """Write the files of a job and submit the first one, its script; returns the number of the job.
 
-    `again`: also if the same job waits or runs already.
+    `mark`: the comment of the job. `again`: also if the same job waits or runs already.
     """
     require("sbatch", instead="leave --submit out: the script is printed")
-    with _alone(path.parent):
-        mark = MARK + fingerprint_of(script)
+    script = next(iter(files))
+    with _alone(script.parent):
         if not again and (same := _same(mark)):
             raise ShoalError(
                 f"the same job is submitted already: {same.id} is {same.state.lower()} ({same.reason})",
                 fix=f"shoal launch status {same.id}; --again submits it a second time",
                 code="J012",
             )
-        path.write_text(script)
+        for path, text in files.items():
+            path.write_text(text)
         before = {job.id for job in list_jobs() if job.mark == mark} if again else set[str]()
-        answer = run("sbatch", "--parsable", str(path))
+        answer = run("sbatch", "--parsable", str(script))
         number = answer.out.strip().split(";")[0]
         if answer.code == 0 and ID.fullmatch(number):
             return number
@@ -143,7 +145,8 @@ def find_job(number: str) -> list[SlurmJob]:
 def cancel_job(number: str) -> None:
     """End a job. Its ranks save first, if Slurm gives them the time (KillWait)."""
     require("scancel", instead="`shoal launch cancel` there")
-    find_job(number)
+    if not any(job.is_active for job in find_job(number)):
+        raise ShoalError(f"job {number} has ended", fix=f"shoal launch logs {number}", code="J019")
     checked(["scancel", number], fix=f"shoal launch status {number}")
 
 

@@ -24,8 +24,9 @@ SECONDS_TO_END = 60
 """Seconds that ranks have to end after the first one has ended."""
 MARK = "shoal:"
 """The comment of a job begins with this word; its fingerprint follows."""
-STOPPED = 130
-"""The exit code of `shoal train` that has saved and stopped."""
+STOPPED = (130, 138, 143)
+"""Exit codes of ranks that a signal has stopped: after they have saved, and before there was anything to save (USR1 and
+TERM of a process that is still loading)."""
 _WORD = re.compile(r"[\w.,:@+=/%\[\]-]+")
 
 
@@ -57,20 +58,18 @@ class SlurmSite:
                 yield Problem("J002", what, "--sbatch=--constraint=h100")
 
 
-def render(spec: JobSpec, site: SlurmSite, *, directory: str, command: str) -> str:
-    """The script of a job. `directory`: where it runs. `command`: the words that it was made by."""
-    body = "\n\n".join(_body(spec, site))
-    lines = [*_directives(spec, site, directory)]
-    mark = f"#SBATCH --comment={MARK}{fingerprint(chr(10).join([*lines, body]))}"
+def render(spec: JobSpec, site: SlurmSite, *, directory: str, command: str, mark: str) -> str:
+    """The script of a job. `directory`: where it runs. `command`: the words that it was made by. `mark`: its comment,
+    by which the job is found."""
     made_by = f"# Written by: {command}" if command.isprintable() else "# Written by: shoal launch slurm"
-    return "\n".join(["#!/bin/bash", made_by, *lines, mark, "", body, ""])
+    lines = ["#!/bin/bash", made_by, *_directives(spec, site, directory), f"#SBATCH --comment={mark}"]
+    return "\n".join([*lines, "", "\n\n".join(_body(spec, site)), ""])
 
 
-def fingerprint_of(script: str) -> str:
-    """The fingerprint in the comment of a script."""
-    found = re.search(rf"^#SBATCH --comment={MARK}(\w+)$", script, re.MULTILINE)
-    assert found is not None, "the script has no mark"
-    return found[1]
+def mark_of(spec: JobSpec, site: SlurmSite, *, directory: str, recipe: str) -> str:
+    """What identifies a job in the queue: its script, and the content of its recipe."""
+    lines = [*_directives(spec, site, directory), *_body(spec, site), recipe]
+    return MARK + fingerprint("\n".join(lines))
 
 
 def runtime_of(spec: JobSpec, site: SlurmSite) -> str | None:
@@ -137,11 +136,14 @@ def _body(spec: JobSpec, site: SlurmSite) -> Iterator[str]:
         yield _cases(spec)
     yield f"code=0\n{_srun(spec, site)} || code=$?"
     yield (
-        f"# {STOPPED}: the run has saved and stopped, because its time is nearly over or the job is preempted.\n"
-        f"if (( code == {STOPPED} && restarts < {spec.max_requeues} )); then\n"
-        '    scontrol requeue "$SLURM_JOB_ID"\n'
-        "fi\n"
-        "exit $code"
+        "# The time is nearly over, or the job is preempted. 130: the run has saved and stopped;\n"
+        "# 138 and 143: USR1 or TERM came before its first step.\n"
+        f'case "$code" in {" | ".join(map(str, STOPPED))})\n'
+        f"    if (( restarts < {spec.max_requeues} )); then\n"
+        '        scontrol requeue "$SLURM_JOB_ID"\n'
+        "    fi ;;\n"
+        "esac\n"
+        'exit "$code"'
     )
 
 
