@@ -63,6 +63,12 @@ def _read_below(
     return replace(reading, notes=(*reading.notes, note), translated=tuple(as_json(found.lines)))
 
 
+def settings_as_words(kind: type[Any], arguments: Sequence[str]) -> list[str]:
+    """The settings of the recipe among the words of a verb, to pass on to `shoal train`."""
+    _, overrides, _ = _sort(list(arguments), own={each.name: each.type for each in fields(kind)})
+    return [word for name, value in overrides for word in (f"--{name}", value) if word]
+
+
 def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[str, str]], list[Problem]]:
     """Arguments of the verb, settings with one YAML value each (`--optim.betas '[0.9, 0.99]'`), and the problems of
     the arguments that are neither."""

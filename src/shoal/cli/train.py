@@ -293,7 +293,7 @@ def run_job(
         quiet=quiet,
         start_time=start_time,
         resume=options.resume,
-        command=secrets.token_hex(8),
+        command=_name_of_command(placement),
     )
     if placement or world_size == 1:
         generation = placement.generation if placement else 0
@@ -322,6 +322,14 @@ def run_job(
         else nullcontext() as root,
     ):
         return with_restarts(start, budget)
+
+
+def _name_of_command(placement: Placement | None) -> str:
+    """Identify this command in the lock of a run directory. A job that Slurm has requeued finds its directory by it,
+    also while other runs of the same name are active."""
+    if placement is not None and placement.source == "slurm" and placement.job:
+        return f"slurm-{placement.job}"
+    return secrets.token_hex(8)
 
 
 def _replaces_ranks(recipe: Recipe) -> bool:

@@ -19,6 +19,7 @@ AREAS = {
     "T": "training",
     "C": "checkpoints",
     "N": "launch",
+    "J": "jobs",
     "V": "verify",
     "L": "finetuning",
     "H": "horovod",

@@ -145,6 +145,7 @@ def _from_slurm(read: _Reader) -> Placement:
         master_addr=hosts[0] if hosts else None,
         master_port=read.port("MASTER_PORT", default=_port_of(job)),
         source="slurm",
+        generation=read.integer("SLURM_RESTART_COUNT", default=0),
         job=read.environ.get(read.first_set("SLURM_HET_JOB_ID", "SLURM_JOB_ID"), ""),  # each part has its own JOB_ID
     )
     read.finish()
