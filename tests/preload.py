@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 import warnings
 
-import functorch.compile
+import functorch.compile  # noqa: F401
 import torch._dynamo
 import torch._inductor.cudagraph_trees
 import torch.distributed.checkpoint

@@ -1,13 +1,12 @@
 """A Python that starts warm: each process is a fork of one that has torch, transformers and shoal loaded.
 
-    with WarmPython() as python:
-        subprocess.run([python.path, "-m", "tests.cli.host"])        # also -c CODE
+    subprocess.run([warm_python(), "-m", "tests.cli.host"])          # also -c CODE
 
-`make test` has one of them for all of its processes, and its path in WARM_PYTHON. Loading takes ten seconds, and a
-dozen processes of the tests would each spend them anew. The server loads and never computes, so that a fork can compute.
+`make test` has one server for all of its processes. Loading takes ten seconds, and a dozen processes of the tests would
+each spend them anew. The server loads and never computes, so that a fork can compute.
 
-    a caller ── runs ──▶ path, a script of few lines ── words, files, folder, environment ──▶ server ── forks ──▶ process
-                          waits for the end, and ends with the same code ◀────────────────────┘
+    caller ── runs ──▶ a script of few lines ── words, files, folder, environment ──▶ server ── forks ──▶ process
+                       it waits, and ends with the same code ◀── how it ended ──────────┘
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any
+from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 VARIABLE = "WARM_PYTHON"
@@ -88,14 +86,6 @@ class WarmPython:
         if self.process.wait() != 0:
             print(self.messages.read_text(), file=sys.stderr)
         shutil.rmtree(self.folder)
-
-    def __enter__(self) -> WarmPython:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 # ---- inside the server ----------------------------------------------------------------------------------------------
@@ -176,7 +166,8 @@ def become(folder: str, environment: dict[str, str], files: dict[int, int]) -> N
         os.dup2(file, number)
         os.close(file)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
