@@ -1,6 +1,6 @@
 """A Python that starts warm: each process is a fork of one that has torch, transformers and shoal loaded.
 
-    subprocess.run([warm_python(), "-m", "tests.cli.host"])          # also -c CODE
+    subprocess.run([warm_python(), "-m", "tests.cli.host"])          # also -c CODE, and the path of a script
 
 `make test` has one server for all of its processes. Loading takes ten seconds, and a dozen processes of the tests would
 each spend them anew. The server loads and never computes, so that a fork can compute.
@@ -11,6 +11,7 @@ each spend them anew. The server loads and never computes, so that a fork can co
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import json
@@ -23,6 +24,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from pathlib import Path
 from types import ModuleType
 
@@ -175,11 +178,15 @@ def become(folder: str, environment: dict[str, str], files: dict[int, int]) -> N
 
 def run(words: list[str]) -> None:
     """As Python would with these words."""
-    while words[0] not in ("-c", "-m"):
-        assert words[0] == "-u", f"a warm Python knows -c, -m and -u alone, got {words}"
+    if words[0] == "-u":
         words = words[1:]
-    kind, what, *others = words
-    if kind == "-m":
+    kind, what, *others = words if words[0] in ("-c", "-m") else ("", *words)
+    assert not what.startswith("-"), f"a warm Python knows -c, -m and -u alone, got {words}"
+    if kind == "":
+        sys.argv = [what, *others]
+        sys.path.insert(0, str(Path(what).parent))
+        runpy.run_path(what, run_name="__main__")
+    elif kind == "-m":
         sys.argv = [what, *others]
         runpy.run_module(what, run_name="__main__", alter_sys=True)
     else:
@@ -197,7 +204,32 @@ def main() -> None:
     preload.settle()
     words = Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     if words is not None:
+        leave(code_of(words))
+
+
+def code_of(words: list[str]) -> int:
+    code: object = 0
+    try:
         run(words)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    return code or 0
+
+
+def leave(code: int) -> None:
+    """End as Python does, but do not take apart what is loaded: that takes half a second."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code % 256)
 
 
 if __name__ == "__main__":
