@@ -4,6 +4,7 @@ without a GPU, and how long each part took."""
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.turns import turn
+from tests.warm import VARIABLE, WarmPython
 
 # Seconds first, then processes, then everything that is built on both. Of that, what takes a minute or more comes
 # first, so that several processes end at about the same time.
@@ -73,6 +75,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+WARM = pytest.StashKey[WarmPython]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """All processes are forks of one that has torch loaded."""
+    config.stash[WARM] = WarmPython()
+    os.environ[VARIABLE] = config.stash[WARM].path
+    for spec in specs:
+        spec.python = config.stash[WARM].path
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Ranks that a test launches from here are forks of it too; and what is loaded is no garbage."""
+    if VARIABLE in os.environ and hasattr(session.config, "workerinput"):
+        from tests.dist.pool import Pool
+
+        Pool.warm_up()
+        gc.collect()
+        gc.freeze()
+
+
 TURNS = pytest.StashKey[Path]()
 
 
@@ -87,6 +111,8 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if TURNS in config.stash:
         shutil.rmtree(config.stash[TURNS])
+    if WARM in config.stash:
+        config.stash[WARM].close()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # first: nobody's time runs out while it waits for its turn

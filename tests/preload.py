@@ -4,16 +4,47 @@ done so: each would spend its seconds anew. Nothing is computed, so that forks c
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import pkgutil
+import warnings
 
+import functorch.compile  # noqa: F401
 import torch._dynamo
+import torch._inductor.cudagraph_trees
 import torch.distributed.checkpoint
-import torch.distributed.fsdp  # noqa: F401
+import torch.distributed.fsdp
+import torch.distributed.pipelining.schedules  # noqa: F401
 
 import shoal
 
-for module in pkgutil.walk_packages(shoal.__path__, "shoal."):
-    with contextlib.suppress(ModuleNotFoundError):  # triton, where there is no GPU
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+
+def load_shoal() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", module="shoal")  # as in a test that imports it
+        for module in pkgutil.walk_packages(shoal.__path__, "shoal."):
+            with contextlib.suppress(ModuleNotFoundError):  # triton, where there is no GPU
+                if not module.name.endswith("__main__"):
+                    importlib.import_module(module.name)
+
+
+def load_models() -> None:
+    """The models of transformers that tests build, where it is installed."""
+    with contextlib.suppress(ModuleNotFoundError):
+        import transformers
+
+        from tests.huggingface import ALL, CLASSES, CONFIGS
+
+        for name, _ in ALL.values():
+            getattr(transformers, CLASSES.get(name, f"{name}ForCausalLM"))
+            getattr(transformers, CONFIGS.get(name, f"{name}Config"))
+
+
+def settle() -> None:
+    """No fork looks for garbage among what is loaded: that takes half a second each time, and copies its memory."""
+    gc.collect()
+    gc.freeze()
+
+
+load_shoal()
+settle()

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from tests.readme.fork_host import ROOT, Ran, in_a_fork
+from tests.warm import warm_python
 
 
 def run_scripts(commands: Sequence[Sequence[str]], *, timeout: float) -> list[Ran]:
     """Run them one after the other in the root of the repository, as on a machine without a GPU."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     host = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.host"], input=json.dumps([list(words) for words in commands]),
+        [warm_python(), "-m", "tests.benchmarks.host"], input=json.dumps([list(words) for words in commands]),
         capture_output=True, text=True, cwd=ROOT, env=environ, timeout=timeout, check=False,
     )  # fmt: skip
     assert host.returncode == 0, host.stderr

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.readme.fork_host import exit_code_of
+from tests.warm import warm_python
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Host:
     def __init__(self) -> None:
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.cli.host"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [warm_python(), "-m", "tests.cli.host"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             cwd=Path(__file__).parents[2], env=environ,
         )  # fmt: skip
         self.files = tempfile.TemporaryDirectory()

@@ -61,7 +61,32 @@ def losses(file: Path) -> list[float]:
     return [record["loss"] for record in records]
 
 
+def places_of(hosts: list[tuple[str, str]]) -> list[dict[str, str]]:
+    """The variables that torchrun would set for one rank on each of two hosts."""
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    job |= {"MASTER_ADDR": hosts[0][1], "MASTER_PORT": "29577"}
+    return [{**job, "RANK": str(rank)} for rank in range(2)]
+
+
 def test_two_hosts_compute_what_one_does(host: Host, hosts: list[tuple[str, str]], tmp_path: Path) -> None:
+    words = ["train", *SETTINGS.split(), "--run.dir"]
+    ranks = [
+        host.start(*words, str(tmp_path / "two"), cwd=tmp_path, env=place, network=name)
+        for (name, _), place in zip(hosts, places_of(hosts), strict=True)
+    ]
+    alone = host.start(*words, str(tmp_path / "one"), cwd=tmp_path)
+    for run in (*ranks, alone):
+        assert run.wait() == 0, run.said
+    assert_same_losses(tmp_path)
+
+
+def assert_same_losses(folder: Path) -> None:
+    one, two = (losses(folder / name / "metrics.jsonl") for name in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-12)
+
+
+@pytest.mark.wide
+def test_two_hosts_of_torchrun_compute_what_one_does(host: Host, hosts: list[tuple[str, str]], tmp_path: Path) -> None:
     runs = []
     for number, (name, _) in enumerate(hosts):
         torchrun = f"-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank {number} --master-port 29577"
@@ -87,9 +112,7 @@ def test_two_hosts_compute_what_one_does(host: Host, hosts: list[tuple[str, str]
         for run in runs:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGKILL)
-    assert losses(tmp_path / "two" / "metrics.jsonl") == pytest.approx(
-        losses(tmp_path / "one" / "metrics.jsonl"), rel=1e-12
-    )
+    assert_same_losses(tmp_path)
 
 
 @pytest.mark.wide

@@ -11,8 +11,9 @@ import pytest
 
 from tests.cli.host import Host
 from tests.cli.test_train import MADE_UP, SMALL, Command, Ended, forked, losses
+from tests.warm import warm_python
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = [warm_python(), "-m", "torch.distributed.run"]
 OF_TWO = ["--nproc-per-node", "2"]
 WORDS = ["train", *SMALL, *MADE_UP, "--run.dir", "run", "--json", "--data.workers", "0"]
 
@@ -29,6 +30,7 @@ def test_torchrun_needs_one_restart(reference: list[float], tmp_path: Path) -> N
     """Its store outlives the workers, with the addresses of the dead; a new generation does not look at them."""
     words = [*TORCHRUN, "--standalone", *OF_TWO, "--max-restarts", "3", "-m", "shoal", *WORDS]
     env = {"SHOAL_FAULTS": "kill_at=rank:1,step:3", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env["PYTHON_EXEC"] = warm_python()  # by which torchrun starts workers
     ended = Command.start([*words, "--checkpoint.every", "1step"], cwd=tmp_path, env=env).ended()
     assert ended.code == 0, ended.err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -96,6 +96,7 @@ PLANS: dict[int, list[tuple[str, str]]] = {
         ("cp=2 pp=2 gpipe zero=2 mb=2", "bias"),
         ("dp_replicate=2 pp=2 dualpipev mb=1", "bias"),
         ("dp_replicate=2 cp=2 ulysses mb=2", "packed"),
+        ("dp_replicate=2 ep=2 zero=3 mb=2", "bias"),
     ],
     8: [
         ("cp=2 tp=2 sp=off pp=2 1f1b mb=2", "packed"),
@@ -160,7 +161,7 @@ class Proven:
         axes = {axis_of(word) for word in words}
         if self.compiled:
             return set() if self.model in ROUTED else {("compile", self.model)}
-        of_all = {(self.model, axis) for axis in (*axes, "")} | {(self.num_ranks, "")}
+        of_all = {(self.model, axis) for axis in (*axes, "")} | {(self.num_ranks, "")} - {(6, "")}
         rare = {word for word in self.words.split() if word.endswith(("=3", "=4", "=optimizer")) and word[:2] != "mb"}
         return {*words, *itertools.combinations(sorted(axes), 2), *of_all, *rare}
 

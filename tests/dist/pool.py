@@ -17,6 +17,7 @@ import contextlib
 import faulthandler
 import inspect
 import multiprocessing
+import multiprocessing.spawn
 import os
 import pickle
 import shutil
@@ -35,17 +36,14 @@ import pytest
 
 from shoal.launch.failure import Failure, failure_of, first_failure
 from tests.dist.loading import load_function
+from tests.warm import warm_python
 
 CALL_TIMEOUT = 60.0  # seconds
 # gloo's groups live as long as their process, and each has threads that look around a hundred times a second.
 CALLS_OF_A_CREW = 12
 SETTLE = 1.0  # seconds that the other ranks get to finish or fail, once one has failed
-# What every rank of every crew would otherwise import, a second or two each: torch's parts for the first optimizer, the
-# first sharded module and the first that is compiled, shoal, and transformers where it is installed.
-PRELOAD = ["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"]
-PRELOAD += ["functorch.compile", "torch._inductor.cudagraph_trees"]
-PRELOAD += ["transformers.modeling_utils"]
-PRELOAD += ["shoal.launch.worker", "shoal.models.moe", "shoal.verification.rank", "shoal.train.run", "tests.dist.pool"]
+# What every rank of every crew would otherwise import, a second or two each.
+PRELOAD = ["pytest", "transformers.modeling_utils", "tests.dist.pool", "tests.preload"]
 
 
 class RankFailed(AssertionError):
@@ -90,7 +88,7 @@ class Pool:
     def warm_up() -> None:
         """Begin to load torch in the background; the first world then starts sooner."""
         multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-        with quiet_in_a_part():
+        with quiet_in_a_part(), a_warm_executable():
             forkserver.ensure_running()
 
     def run(
@@ -129,6 +127,15 @@ def quiet_in_a_part() -> Iterator[None]:
     yield
     os.dup2(kept, 2)
     os.close(kept)
+
+
+@contextlib.contextmanager
+def a_warm_executable() -> Iterator[None]:
+    """What multiprocessing starts is a fork of a process that has loaded all this already, in `make test`."""
+    kept = multiprocessing.spawn.get_executable()
+    multiprocessing.set_executable(warm_python())
+    yield
+    multiprocessing.set_executable(kept)
 
 
 @dataclass(frozen=True, slots=True)

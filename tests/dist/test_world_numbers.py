@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import _destroy_within, _with_job
 from tests.cli.test_launchers import free_port
+from tests.warm import warm_python
 
 RANK = """
 import os
@@ -32,7 +32,7 @@ def test_a_world_of_one_rank_does_not_keep_ranks_from_meeting() -> None:
     shared |= {"SHOAL_KEY": "sixteen characters", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK],
+            [warm_python(), "-c", RANK],
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

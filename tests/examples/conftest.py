@@ -15,6 +15,7 @@ import pytest
 
 from tests.examples.host import run_examples
 from tests.readme.fork_host import Ran
+from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -33,7 +34,7 @@ def one_and_two(once: Callable[..., Any]) -> Callable[[str], tuple[str, str]]:
     def outputs(name: str) -> tuple[str, str]:
         path = str(ROOT / "examples" / name)
         if name == FOR_REAL:
-            with start(path) as one, start(*TORCHRUN, path) as two:  # at the same time
+            with start(sys.executable, path) as one, start(warm_python(), *TORCHRUN, path) as two:  # at the same time
                 return output_of(one), output_of(two)
         ran = once(in_forks)[name]
         for each in ran:
@@ -58,8 +59,9 @@ def places() -> list[dict[str, str]]:
 
 def start(*words: str) -> subprocess.Popen[str]:
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environ["PYTHON_EXEC"] = warm_python()  # by which torchrun starts workers
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environ, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(words, cwd=ROOT, env=environ, stdout=pipe, stderr=pipe, text=True)
 
 
 def output_of(process: subprocess.Popen[str]) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.readme.fork_host import ROOT, Ran
+from tests.warm import warm_python
 
 Environment = dict[str, str]
 
@@ -25,7 +26,7 @@ def run_examples(runs: Sequence[tuple[Path, list[Environment]]], *, timeout: flo
     """One run after the other in the root of the repository, as on a machine without a GPU; what each rank did."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     host = subprocess.run(
-        [sys.executable, "-m", "tests.examples.host"], input=json.dumps([(str(path), ranks) for path, ranks in runs]),
+        [warm_python(), "-m", "tests.examples.host"], input=json.dumps([(str(path), ranks) for path, ranks in runs]),
         capture_output=True, text=True, cwd=ROOT, env=environ, timeout=timeout, check=False,
     )  # fmt: skip
     assert host.returncode == 0, host.stderr
@@ -41,7 +42,7 @@ def run_for_real(name: str, *words: str, timeout: float) -> Ran:
     path = str(ROOT / "examples" / name)
     script = f"import runpy, torch._dynamo, torch.distributed.fsdp; runpy.run_path({path!r}, run_name='__main__')"
     ended = subprocess.run(
-        [sys.executable, "-c", script, *words], capture_output=True, text=True, cwd=ROOT, env=environ,
+        [warm_python(), "-c", script, *words], capture_output=True, text=True, cwd=ROOT, env=environ,
         timeout=timeout, check=False,
     )  # fmt: skip
     return Ran(ended.returncode, ended.stdout, ended.stderr)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.warm import warm_python
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,7 +33,7 @@ def run_commands(commands: Sequence[Sequence[str]], *, timeout: float = 100.0) -
     """Run them one after the other in the root of the repository, as on a machine without a GPU."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
     host = subprocess.run(
-        [sys.executable, "-m", "tests.readme.fork_host"], input=json.dumps([list(words) for words in commands]),
+        [warm_python(), "-m", "tests.readme.fork_host"], input=json.dumps([list(words) for words in commands]),
         capture_output=True, text=True, cwd=ROOT, env=environ, timeout=timeout, check=False,
     )  # fmt: skip
     assert host.returncode == 0, host.stderr

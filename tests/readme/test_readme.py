@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import tempfile
 import tomllib
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import pytest
 from shoal.config.duration import UNITS, Duration
 from tests.cli.test_launchers import OF_TWO
 from tests.readme.fork_host import ROOT, Ran, run_commands
+from tests.warm import warm_python
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -151,7 +151,7 @@ def run_scripts() -> dict[str, Ran]:
         for block in BLOCKS:
             if block.is_script:
                 script.write_text(block.text)
-                command = [sys.executable, str(script)]
+                command = [warm_python(), str(script)]
                 ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90, check=False)
                 found[block.text] = Ran(ended.returncode, ended.stdout, ended.stderr)
     return found

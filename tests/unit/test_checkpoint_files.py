@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +28,7 @@ from shoal.checkpoint.storage.store import Store
 from shoal.errors import ShoalError
 from tests.cover import wide
 from tests.rejects import rejects
+from tests.warm import warm_python
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -298,7 +298,7 @@ def test_killed_before_any_operation_a_whole_step_is_left(tmp_path: Path, again:
 def test_the_variable_of_the_environment_kills_too(tmp_path: Path) -> None:
     imports = "from pathlib import Path; from shoal.checkpoint.storage.filesystem import Filesystem"
     code = f"{imports}; Filesystem().make(Path({str(tmp_path / 'x')!r}))"
-    ended = subprocess.run([sys.executable, "-c", code], env={**os.environ, VARIABLE: "kill_at=write:1"}, check=False)
+    ended = subprocess.run([warm_python(), "-c", code], env={**os.environ, VARIABLE: "kill_at=write:1"}, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert not (tmp_path / "x").exists()
 

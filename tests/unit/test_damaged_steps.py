@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from shoal.checkpoint.storage.locate import listing
 from shoal.checkpoint.storage.store import Store
 from tests.cover import wide
 from tests.unit.test_checkpoint_files import small
+from tests.warm import warm_python
 
 
 def test_each_damaged_folder_gets_a_name_of_its_own(tmp_path: Path) -> None:
@@ -86,6 +86,6 @@ except ShoalError as error:
         if parent == Path(tempfile.gettempdir()):
             break
         parent.chmod(0o755)
-    ended = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=False)
+    ended = subprocess.run([warm_python(), "-c", words], capture_output=True, text=True, check=False)
     assert ended.returncode == code, ended.stderr
     assert not code or f"the run directory '{folder}/run' cannot be written: Permission denied" in ended.stdout

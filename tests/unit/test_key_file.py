@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from shoal.comm.rendezvous import key
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.rendezvous.key import Key, key_of
 from tests.rejects import rejects
+from tests.warm import warm_python
 
 KNOWN = "a text that another user knows"
 ONE_HOST = Placement(rank=0, world_size=2, local_rank=0, local_world_size=2)
@@ -106,7 +106,7 @@ except BaseException as error:
 
 
 def test_a_full_disk_leaves_no_empty_key(home: Path) -> None:
-    said = subprocess.run([sys.executable, "-c", MAKE], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run([warm_python(), "-c", MAKE], capture_output=True, text=True, check=True).stdout
     assert said.startswith("ShoalError no key file can be used")
     assert os.listdir(home.parent) == []
     assert key_of(HOSTS).source == str(home)
@@ -184,7 +184,7 @@ def test_a_named_file_of_another_user_is_one_message(tmp_path: Path) -> None:
         f"place = Placement(rank=0, world_size=2, local_rank=0, local_world_size=2, key_file={str(path)!r})\n"
         "try:\n    key_of(place)\nexcept ShoalError as error:\n    print(error)\n"
     )
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    said = subprocess.run([warm_python(), "-c", script], capture_output=True, text=True, check=False)
     assert "SHOAL_KEY_FILE=" in said.stdout, said.stderr
     assert "Permission denied" in said.stdout
     assert "fix: " in said.stdout
