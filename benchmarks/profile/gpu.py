@@ -1,6 +1,6 @@
 """Does a profile on a GPU say what happens there, and what does it cost?
 
-python benchmarks/profile/gpu.py [--plans "bf16 mb=8" "bf16 mb=4 recompute=full"] [--steps 10] [--rounds 3]
+python benchmarks/profile/gpu.py [--plans "bf16 mb=32" "bf16 mb=16 recompute=full"] [--steps 5] [--rounds 5]
 
 A llama makes steps on random tokens, in turns: without a profile, with one, and with torch's profiler. The sum of the
 parts is compared with the clock of the host, from one synchronisation to another. The time in which kernels run, as a
@@ -34,20 +34,20 @@ from shoal.train.profile.operators import OperatorTrace
 from shoal.train.profile.profiler import Profiler
 from shoal.train.run import Run
 
-SIZES = {"large": (2048, 12, 16, 5632, 32000), "tiny": (32, 2, 2, 48, 64)}
+SIZES = {"large": (1024, 8, 16, 4096, 8192), "tiny": (32, 2, 2, 48, 64)}
 """Hidden, layers, heads, ffn, vocabulary."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--plans", nargs="+", default=["bf16 mb=8", "bf16 mb=4 recompute=full"])
+    parser.add_argument("--plans", nargs="+", default=["bf16 mb=32", "bf16 mb=16 recompute=full"])
     parser.add_argument("--size", choices=SIZES, default="large")
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--sequence", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=10, help="of every turn")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="of every turn")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda")
-    asked = arguments(parser, plans=["fp32 mb=4"], size="tiny", sequence=16, steps=1, rounds=1, device="cpu")
+    asked = arguments(parser, plans=["fp32 mb=4"], size="tiny", batch=4, sequence=16, steps=1, rounds=1, device="cpu")
     found = [measured(asked, plan) for plan in asked.plans]
     text = heading("A profile on a GPU", "Do the parts add to the step, are kernels busy for as long as CUPTI says?")
     text += table([_row(each) for each in found])
@@ -135,6 +135,7 @@ def _exported_busy(profiler: Any) -> float:
 def _row(found: dict[str, Any]) -> dict[str, str]:
     return {
         "plan": f"`{found['plan']}`",
+        "kernels": f"{found['kernels_per_step']:.0f}",
         "step": f"{found['plain'] * 1e3:.1f} ms",
         "parts / clock": f"{found['parts_over_clock']:.2%}",
         "kernels run": f"{found['busy'] * 1e3:.2f} ms",

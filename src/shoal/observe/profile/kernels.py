@@ -68,6 +68,10 @@ def short_name(name: str) -> str:
 
     >>> short_name("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >(int)")
     'vectorized_elementwise_kernel(CUDAFunctor_add)'
+    >>> short_name(
+    ...     "void at::native::elementwise_kernel<4, at::native::gpu_kernel_impl_nocast<direct_copy_kernel_cuda> >"
+    ... )
+    'elementwise_kernel(direct_copy_kernel_cuda)'
     >>> short_name("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN")
     'nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN'
     >>> short_name("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128> >(Params)")
@@ -75,5 +79,5 @@ def short_name(name: str) -> str:
     """
     head, _, types = name.removeprefix("void ").partition("<")
     short = head.partition("(")[0].rsplit("::", 1)[-1].strip()
-    inner = re.search(r"(\w*(?:Functor|Op|Ops|_kernel_cuda|_kernel_impl)\w*)", types)
+    inner = re.search(r"(?!gpu_kernel_impl)\b(\w*(?:Functor|Op|Ops|_kernel_cuda|_kernel_impl)\w*)", types)
     return f"{short}({inner.group(1)})" if inner and "elementwise" in short else short or name
