@@ -39,13 +39,13 @@ from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.workload import Workload
 
 HOST_UPDATE = 3.5e9
-"""Parameters/s that AdamW updates in host memory while gradients and weights are copied beside it: 2.31 s for 8.03 B, by
-16 cores for one H200 (benchmarks/results/offload_nvidia-h200_2026-11-18.md). Other hosts differ; no other was timed."""
+"""Parameters/s that AdamW updates in host memory while gradients and weights are copied beside it: 2.31 s for 8.03 B,
+by 16 cores for one H200 (benchmarks/results/offload_nvidia-h200_2026-11-18.md). Other hosts differ; none was timed."""
 HOST_LINK = 55e9
 """Bytes/s between device and host in one direction, of the same result. It matters for `offload=parameters`."""
 STREAMED = 12
-"""Bytes of one parameter that cross the link for each microbatch of `offload=parameters`, in float32: its weight for the
-forward and for the backward, and its gradient. No such run was timed."""
+"""Bytes of one parameter that cross the link for each microbatch of `offload=parameters`, in float32: its weight for
+the forward and for the backward, and its gradient. No such run was timed."""
 LAUNCH = 8e-6
 """Seconds that the host needs for one kernel of a traced model. An assumption: cost models of others take 5 to 7 µs. It
 changes steps whose kernels are that short; on a calibrated machine `host_factor` scales it."""
