@@ -33,6 +33,9 @@ class Agent:
     key_from_stdin: bool = False
     """Read the key from the first line of stdin."""
 
+    exit_as_run: bool = False
+    """End with the exit code of the run. Otherwise 0, once the run has ended."""
+
     json: bool = False
     """Print an error as one JSON object."""
 
@@ -55,8 +58,10 @@ def main(arguments: Sequence[str]) -> int:
     if options.store:
         from shoal.launch.hosts.agent.follow import follow
 
-        return follow(Leadership(Etcd.at(options.store), key.secret), key, name, prepare, wait=wait)
-    return run_agent((host, int(port)), key, name, prepare, wait=wait)
+        code = follow(Leadership(Etcd.at(options.store), key.secret), key, name, prepare, wait=wait)
+    else:
+        code = run_agent((host, int(port)), key, name, prepare, wait=wait)
+    return code if options.exit_as_run else 0
 
 
 def _key_of(options: Agent) -> Key:
