@@ -76,7 +76,9 @@ class Cluster:
 
     def kill_node(self, name: str) -> None:
         """Kill a node's daemon and all processes that it has started, as a machine that loses its power does."""
-        self.daemons.pop(name).kill()
+        daemon = self.daemons.pop(name)
+        daemon.kill()
+        daemon.wait()
         for process in Path("/proc").glob("[0-9]*"):
             if f"SLURMD_NODENAME={name}\0".encode() in _read(process / "environ") or _is_step_of(process, name):
                 os.kill(int(process.name), 9)

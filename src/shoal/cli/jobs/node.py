@@ -23,8 +23,9 @@ from typing import Annotated
 
 import tyro
 
+from shoal.cli.agent import NO_COORDINATOR
 from shoal.cli.overrides import parse, settings_as_words
-from shoal.errors import BAD_INPUT, RUN_FAILED, Problem, RunFailed
+from shoal.errors import RUN_FAILED, Problem, RunFailed
 from shoal.jobs.spec import MOST_NODES, MOST_PER_NODE
 from shoal.launch.stop_signals import STOP_SIGNALS
 
@@ -73,11 +74,19 @@ def main(arguments: Sequence[str]) -> int:
     with _passing_signals() as children:
         address = _address_of(options.master, options.wait)
         if options.rank > 0:
-            children.append(_start(*_agent(options)))
-            code = _ended(children[0])
-            return RUN_FAILED if code == BAD_INPUT else code  # of a mistake in the recipe, machine 0 reports
+            return _follow(options, children)
         children.append(_start("train", *words, *_hosts(options, address)))
         return _watch(options, children[0])
+
+
+def _follow(options: Node, children: list[subprocess.Popen[bytes]]) -> int:
+    """Be the agent of another machine than the first. If that one is lost, wait for the one in its place, once."""
+    for _ in range(2):
+        children[:] = [_start(*_agent(options))]
+        code = _ended(children[0])
+        if code != NO_COORDINATOR:
+            return code
+    return RUN_FAILED
 
 
 def _watch(options: Node, coordinator: subprocess.Popen[bytes]) -> int:

@@ -150,7 +150,7 @@ def _jobset(spec: JobSpec, cluster: Cluster) -> Tree:
             "network": {"enableDNSHostnames": True, "subdomain": spec.name, "publishNotReadyAddresses": True},
             "failurePolicy": {
                 "maxRestarts": spec.max_failures,
-                "rules": [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+                "rules": [{"name": "badInput", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
             },
             "replicatedJobs": [{"name": CONTAINER, "replicas": 1, "template": {"spec": job}}],
         },
