@@ -26,6 +26,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 ReturnToService=2
+EnforcePartLimits=ALL
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 StateSaveLocation={folder}/state

@@ -217,9 +217,9 @@ def test_an_array_is_a_sweep(cluster: Cluster, folder: Path) -> None:
     ("words", "fix"),
     [
         (["--partition", "no-such"], "sinfo -s"),
-        (["--nodes", "3"], "sinfo"),
+        (["--nodes", "3", "--data.global_batch", "6"], "sinfo"),
         (["--time", "9-0"], "--time"),
-        (["--gpus", "8", "--launch.device", "cuda"], "--gpus"),
+        (["--gpus", "8", "--launch.device", "cuda", "--data.global_batch", "16"], "--gpus"),
     ],
 )
 def test_a_rejected_job(words: list[str], fix: str, cluster: Cluster, folder: Path) -> None:
