@@ -143,6 +143,7 @@ def test_files_for_clouds(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert sky["run"].startswith("shoal launch node small.yaml --nodes 4 --slots 8 ")
     stack = yaml.safe_load(launch("dstack", *words, capsys=capsys)["file"])
     assert (stack["nodes"], stack["resources"]["gpu"], stack["max_duration"]) == (4, "H100:8", "60m")
+    assert stack["files"] == ["small.yaml"]
     assert stack["commands"][-1].endswith('--rank $DSTACK_NODE_RANK --master "$DSTACK_MASTER_NODE_IP"')
     assert codes(launch("skypilot", "small.yaml", *GPUS, "--submit", capsys=capsys, code=2)) == ["J026", "J027"]
 

@@ -51,6 +51,7 @@ def dstack(spec: JobSpec, accelerator: str | None) -> str:
         "nodes": spec.nodes,
         "image": spec.image,
         "env": ["SHOAL_KEY", *(f"{name}={value}" for name, value in spec.env.items())],
+        "files": [spec.words[0]],
         "commands": [*spec.setup, _node(spec, "$DSTACK_NODE_RANK", '"$DSTACK_MASTER_NODE_IP"')],
         "resources": resources,
         "max_duration": f"{spec.seconds // 60}m" if spec.seconds else None,

@@ -15,7 +15,7 @@ from shoal.jobs.spec import JobSpec
 @dataclass(frozen=True, kw_only=True)
 class Cloud(JobOptions):
     """Write a file for SkyPilot or dstack, which rent machines, start a recipe on all of them, and start it again after
-    machines were lost. The recipe is in the working directory, which both copy.
+    machines were lost. SkyPilot copies the working directory, dstack the recipe.
 
     shoal launch skypilot recipes/tiny.yaml --nodes 2 --gpus 8 --accelerator H100 > job.yaml
     """
