@@ -252,9 +252,7 @@ def test_a_job_is_submitted_once(folder: Path, capsys: pytest.CaptureFixture[str
     assert count.read_text().count("x") == 3
 
 
-def test_model_and_data_are_checked_before_a_job_is_submitted(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_model_and_data_are_checked_before_a_job_is_submitted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program(folder, "squeue", "")
     program(folder, "sbatch", f"echo x > {folder}/submitted")
     words = [*GPUS, "--submit", "--plan", "tp=32", "--data.source", "no-such.txt"]

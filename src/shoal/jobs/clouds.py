@@ -6,11 +6,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
-from shoal.jobs.spec import JobSpec
-
-PORT = 29400
+from shoal.jobs.spec import PORT, JobSpec
+from shoal.jobs.yaml_text import dump
 
 
 def skypilot(spec: JobSpec, accelerator: str | None) -> str:
@@ -66,16 +63,6 @@ def _node(spec: JobSpec, rank: str, master: str) -> str:
     return f"{words} --nodes {spec.nodes} --slots {spec.ranks_per_node} --port {PORT} --rank {rank} --master {master}"
 
 
-class _Dumper(yaml.SafeDumper):
-    """Texts of several lines are shown as such."""
-
-
-_Dumper.add_representer(
-    str,
-    lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None),
-)
-
-
 def _spelled(file: Mapping[str, Any], submit: str) -> str:
     present = {key: value for key, value in file.items() if value not in (None, {}, "", "\n")}
-    return f"# To submit: {submit}\n{yaml.dump(present, Dumper=_Dumper, sort_keys=False, width=1000)}"
+    return f"# To submit: {submit}\n{dump([present])}"

@@ -11,6 +11,8 @@ from shoal.errors import Problem
 
 MOST_NODES = 10_000
 MOST_PER_NODE = 256
+PORT = 29400
+"""The port of the coordinator on machine 0; the next one is used, too."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

@@ -91,6 +91,8 @@ def main_logs(arguments: Sequence[str]) -> int:
     """Print the output of a job."""
     options = parse_options(Logs, arguments, prog="shoal launch logs")
     if not _is_slurm(options.job):
+        if options.follow and not options.json:
+            os.execvp("kubectl", [*kubernetes.logs_command(options.job, options.lines, options.namespace), "--follow"])
         found = {options.job: kubernetes.logs_of(options.job, options.lines, options.namespace)}
     else:
         paths = slurm.logs_of(options.job, options.folder)

@@ -26,7 +26,7 @@ import tyro
 from shoal.cli.agent import NO_COORDINATOR
 from shoal.cli.overrides import parse, settings_as_words
 from shoal.errors import RUN_FAILED, Problem, RunFailed
-from shoal.jobs.spec import MOST_NODES, MOST_PER_NODE
+from shoal.jobs.spec import MOST_NODES, MOST_PER_NODE, PORT
 from shoal.launch.stop_signals import STOP_SIGNALS
 
 SECONDS_TO_LEAVE = 20.0
@@ -53,7 +53,7 @@ class Node:
     master: str = "127.0.0.1"
     """The name or address of machine 0, which all others reach."""
 
-    port: int = 29400
+    port: int = PORT
     """The port of the coordinator on machine 0; the next one is used, too."""
 
     slots: int = 1

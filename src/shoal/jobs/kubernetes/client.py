@@ -95,8 +95,14 @@ def cancel_job(name: str, namespace: str | None = None) -> None:
     checked(words, fix="kubectl get secrets")
 
 
-def logs_of(name: str, lines: int, namespace: str | None = None) -> str:
-    """The last lines of all pods of a job; 0: all."""
+def logs_command(name: str, lines: int, namespace: str | None = None) -> list[str]:
+    """The command that prints the last lines of all pods of a job; 0: all."""
+    require("kubectl", instead="`shoal launch logs` there")
     selector = f"{SELECTOR},app.kubernetes.io/instance={name}"
     words = ["kubectl", "logs", "--selector", selector, "--prefix", f"--tail={lines or -1}", "--max-log-requests=100"]
-    return checked([*words, *_of(namespace)], fix=f"shoal launch status {name}")
+    return [*words, *_of(namespace)]
+
+
+def logs_of(name: str, lines: int, namespace: str | None = None) -> str:
+    """The last lines of all pods of a job; 0: all."""
+    return checked(logs_command(name, lines, namespace), fix=f"shoal launch status {name}")

@@ -8,14 +8,11 @@ trainjob   Kubeflow Trainer 2.2      PET_MASTER_ADDR, which its runtime torch-di
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Literal
-
-import yaml
 
 from shoal.jobs.kubernetes.pod import (
     CONTAINER,
-    PORT,
     Cluster,
     Tree,
     command,
@@ -25,7 +22,8 @@ from shoal.jobs.kubernetes.pod import (
     resources,
     volumes,
 )
-from shoal.jobs.spec import JobSpec
+from shoal.jobs.spec import PORT, JobSpec
+from shoal.jobs.yaml_text import dump
 
 Kind = Literal["job", "jobset", "trainjob"]
 RESOURCES: Mapping[str, str] = {
@@ -57,7 +55,7 @@ def spell(objects: list[Tree], spec: JobSpec, submit: str) -> str:
         f"# Written by: {submit}" if submit.isprintable() else "# Written by: shoal launch k8s",
         "# The key of the run: other processes on the network cannot join it. Once, before this file:",
         f"# openssl rand -hex 32 | kubectl create secret generic {spec.name}-key{of} --from-file=SHOAL_KEY=/dev/stdin",
-        yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120),
+        dump(objects),
     ]
     return "\n".join(lines)
 
@@ -69,18 +67,6 @@ def secret(spec: JobSpec, cluster: Cluster, key: str) -> Tree:
         **({"namespace": cluster.namespace} if cluster.namespace else {}),
     }
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"SHOAL_KEY": key}}
-
-
-class _Dumper(yaml.SafeDumper):
-    """Texts of several lines are shown as such."""
-
-
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
-
-
-_Dumper.add_representer(str, _text)
-_Dumper.ignore_aliases = lambda self, data: True  # type: ignore[method-assign]
 
 
 def _metadata(spec: JobSpec, name: str, cluster: Cluster | None = None) -> Tree:
@@ -187,9 +173,3 @@ def _trainjob(spec: JobSpec, cluster: Cluster) -> Tree:
             ],
         },
     }
-
-
-def names_of(objects: list[Tree]) -> Iterator[str]:
-    """Kind and name of each object."""
-    for each in objects:
-        yield f"{each['kind'].lower()}/{each['metadata']['name']}"

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import Problem
-from shoal.jobs.spec import JobSpec
+from shoal.jobs.spec import PORT, JobSpec
 
-PORT = 29400
 RECIPE = "/etc/shoal/recipe.yaml"
 """Where the recipe is in a container."""
 CONTAINER = "node"
