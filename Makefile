@@ -46,7 +46,7 @@ test-etcd: $(STAMP)  ## the state of a run in a real etcd: needs root and etcd-s
 	SHOAL_SERVICES=1 $(BIN)/pytest tests/services/test_etcd.py $(ARGS)
 
 test-slurm: $(STAMP)  ## jobs of a real Slurm of two virtual nodes: needs root; installs slurm-wlm and munge
-	@command -v slurmctld munged > /dev/null || apt-get install -y --no-install-recommends slurm-wlm munge || \
+	@{ command -v slurmctld && command -v munged; } > /dev/null || apt-get install -y --no-install-recommends slurm-wlm munge || \
 		{ echo "install slurm-wlm and munge (as root: apt-get install slurm-wlm munge)" >&2; exit 2; }
 	SHOAL_SERVICES=1 $(BIN)/pytest tests/services/test_slurm.py $(ARGS)
 
