@@ -28,8 +28,8 @@ from systems import DEVICE, SHAPES, Shape, drawn, peak_gib, synchronize
 
 from shoal.config.recipe import OptimSection
 from shoal.models.llama import Llama, LlamaConfig
+from shoal.numerics.offload.page_locked import PageLocked
 from shoal.numerics.optim.build import build_optimizer
-from shoal.numerics.page_locked import PageLocked
 from shoal.train.run import Run
 
 GIB = 2**30
