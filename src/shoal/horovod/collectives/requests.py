@@ -46,6 +46,11 @@ def wait(handle: int) -> Any:
     return context.engine().wait(handle)
 
 
+def applied(function: Any, *arguments: Any) -> Any:
+    """Call a `torch.autograd.Function`, whose `apply` has no types."""
+    return function.apply(*arguments)
+
+
 def _registered(kind: Kind, process_set: ProcessSet) -> int:
     number = process_set.process_set_id
     if number is None or not context.engine().is_member(number):
@@ -55,7 +60,10 @@ def _registered(kind: Kind, process_set: ProcessSet) -> int:
     return number
 
 
-def _check_tensor(kind: Kind, tensor: Tensor) -> None:
+def _check_tensor(kind: Kind, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        what = f"{kind} takes a tensor, got {type(tensor).__name__}"
+        raise ShoalError(what, fix="hvd.broadcast_object(...) for other values", code="H017")
     is_reduced = kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER)
     if tensor.layout is not torch.strided or (is_reduced and tensor.is_complex()):
         what = f"{kind} takes dense real tensors, got {tensor.dtype}, {tensor.layout}"
