@@ -59,10 +59,69 @@ def test_a_signal_is_passed_on(tmp_path: Path) -> None:
             os.kill(int(path.read_text()), 0)
 
 
+REPLACED = """
+import json, os, pathlib, sys, time
+me = os.environ
+if me["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if me["RANK"] == "0":
+        sys.exit(1)
+    path = pathlib.Path(me["SHOAL_RUN_FOLDER"]) / "generation-1.json"
+    while not path.exists():
+        time.sleep(0.01)
+    old = me["RANK"], me["MASTER_PORT"]
+    me.update(json.loads(path.read_text())[me["SHOAL_RUN_PROCESS"]])
+    assert me["MASTER_PORT"] != old[1]
+else:
+    old = ("new",)
+sys.stdout.write(f"{old[0]} -> {me['RANK']} of {me['WORLD_SIZE']}, slot {me['LOCAL_RANK']}" + chr(10))
+"""
+
+
+def test_a_failed_rank_is_replaced_and_survivors_come_first(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--json", "-np", "3", "--restarts", "1", PYTHON, "-c", REPLACED]) == 0
+    out, err = capfd.readouterr()
+    *lines, answer = out.splitlines()
+    assert sorted(lines) == ["1 -> 0 of 3, slot 1", "2 -> 1 of 3, slot 2", "new -> 2 of 3, slot 0"]
+    assert (json.loads(answer)["exit_codes"], json.loads(answer)["restarts"]) == ([0, 0, 0], 1)
+    assert "rank 0 ended with exit code 1, and is replaced" in err
+
+
+ELASTIC = """
+import os, signal, sys, torch
+import shoal.horovod as hvd
+hvd.init()
+model = torch.nn.Linear(2, 1, bias=False)
+torch.nn.init.zeros_(model.weight)
+state = hvd.elastic.TorchState(model=model, epoch=0)
+
+@hvd.elastic.run
+def train(state):
+    while state.epoch < 4:
+        if state.epoch == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and hvd.rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step = hvd.allreduce(torch.full((1, 2), float(hvd.rank() + 1)), op=hvd.Sum, name="step")
+        with torch.no_grad():
+            model.weight.add_(step)
+        state.epoch += 1
+        state.commit()
+
+train(state)
+sys.stdout.write(f"{hvd.rank()} {state.epoch} {model.weight.tolist()}" + chr(10))
+"""
+
+
+@pytest.mark.wide
+def test_elastic_training_survives_the_loss_of_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
+    """The new rank 0 is the survivor, and the replacement gets its weights of epoch 2."""
+    assert main(["run", "-np", "2", "--restarts", "1", PYTHON, "-c", ELASTIC]) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["0 4 [[12.0, 12.0]]", "1 4 [[12.0, 12.0]]"]
+
+
 @pytest.mark.parametrize(
     ("words", "codes"),
     [
         (["run", "-np", "0", PYTHON], ["N120"]),
+        (["run", "-np", "2", "--restarts", "-1", PYTHON], ["N120"]),
         (["run", "-np", "2"], ["N121"]),
         (["run", "-np", "2", "no-such-command-anywhere"], ["N121"]),
         (["run", "-np", "8", "-H", "a:4,b:4", PYTHON], ["N122"]),

@@ -27,7 +27,7 @@ def send(
 ) -> int:
     """Ask for a collective and return its handle. Names of different kinds do not collide."""
     engine = context.engine()
-    set_id = _registered(kind, process_set)
+    set_id = registered(kind, process_set)
     for tensor in tensors:
         _check_tensor(kind, tensor)
     request = Request(
@@ -51,7 +51,8 @@ def applied(function: Any, *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
-def _registered(kind: Kind, process_set: ProcessSet) -> int:
+def registered(kind: Kind, process_set: ProcessSet) -> int:
+    """Return the number of a set that this rank may use, or raise."""
     number = process_set.process_set_id
     if number is None or not context.engine().is_member(number):
         state = "is not registered" if number is None else f"does not include rank {context.engine().world.rank}"
