@@ -50,6 +50,9 @@ test-slurm: $(STAMP)  ## jobs of a real Slurm of two virtual nodes: needs root; 
 		{ echo "install slurm-wlm and munge (as root: apt-get install slurm-wlm munge)" >&2; exit 2; }
 	SHOAL_SERVICES=1 $(BIN)/pytest tests/services/test_slurm.py $(ARGS)
 
+test-horovod: $(STAMP)  ## Horovod's own tests against shoal.horovod: HOROVOD=a clone of its repository
+	$(BIN)/python tools/horovod_acceptance.py $(HOROVOD) $(ARGS)
+
 matrix: $(STAMP)  ## verify every legal layout of 1 to 32 ranks, dense and with experts: some hours
 	$(BIN)/python benchmarks/verify/run.py --matrix 1,2,4,8,16,32 $(ARGS)
 
