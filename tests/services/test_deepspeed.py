@@ -122,11 +122,12 @@ def test_the_script_of_the_page_runs_with_both(tmp_path: Path) -> None:
     ]
     printed = {}
     for engine, line in (("shoal", "import shoal.deepspeed as deepspeed"), ("deepspeed", "import deepspeed")):
-        path = tmp_path / f"{engine}.py"
+        path = tmp_path / engine / "script.py"
+        path.parent.mkdir()
         path.write_text(script.replace("import shoal.deepspeed as deepspeed", line))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
         env = load("run").environment(Path(SITE), engine)
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, env=env, cwd=path.parent, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-4000:]
         printed[engine] = [json.loads(line) for line in re.findall(r"^losses (.*)$", done.stdout, re.MULTILINE)]
     assert printed["shoal"]
