@@ -12,7 +12,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 STAMP := .venv/stamp
 CHECKS := check-format check-lint check-types check-imports check-spelling check-sizes check-words check-docs
 
-.PHONY: help train test test-all test-browser test-ssh test-etcd test-slurm matrix reshard check docs sizes package clean $(CHECKS)
+.PHONY: help train test test-all test-browser test-ssh test-etcd test-slurm test-deepspeed matrix reshard check docs sizes package clean $(CHECKS)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,10 @@ test-slurm: $(STAMP)  ## jobs of a real Slurm of two virtual nodes: needs root; 
 
 test-horovod: $(STAMP)  ## Horovod's own tests against shoal.horovod: HOROVOD=a clone of its repository
 	$(BIN)/python tools/horovod_acceptance.py $(HOROVOD) $(ARGS)
+
+test-deepspeed: $(STAMP)  ## the same trainings and checkpoints with DeepSpeed 0.19.8 itself, which is built: some minutes
+	test -d .venv/deepspeed || DS_BUILD_OPS=0 $(BIN)/pip install -qq --no-build-isolation --no-deps --target .venv/deepspeed deepspeed==0.19.8 hjson ninja py-cpuinfo msgpack einops psutil tqdm
+	SHOAL_DEEPSPEED=$$PWD/.venv/deepspeed $(BIN)/pytest tests/services/test_deepspeed.py $(ARGS)
 
 matrix: $(STAMP)  ## verify every legal layout of 1 to 32 ranks, dense and with experts: some hours
 	$(BIN)/python benchmarks/verify/run.py --matrix 1,2,4,8,16,32 $(ARGS)
