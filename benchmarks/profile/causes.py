@@ -151,7 +151,7 @@ def outcome(case: Injected) -> dict[str, Any]:
 
     with far_hosts(round_trip=case.seconds) as link:
         started = [_start(name, rank, link.hosts[0][1], case) for rank, (name, _) in enumerate(link.hosts)]
-        texts = [process.communicate(timeout=110) for process in started]
+        texts = [process.communicate(timeout=300) for process in started]
     if any(process.returncode for process in started):
         raise RuntimeError("\n".join(error[-1500:] for _, error in texts))
     found: dict[str, Any] = json.loads(texts[0][0].splitlines()[-1])
@@ -179,13 +179,15 @@ def is_named(case: Injected, verdict: dict[str, Any]) -> bool:
 
 def row(number: int, case: Injected) -> dict[str, str]:
     """One line of the table."""
-    verdict = outcome(case)["verdict"]
+    known = {"": str(number), "cause": case.cause, "size": case.size, "plan": f"`{case.plan}`"}
+    try:
+        verdict = outcome(case)["verdict"]
+    except Exception as error:
+        print(number, case, error, file=sys.stderr, flush=True)
+        return {**known, "verdict": f"not measured: {type(error).__name__}", "cost": "", "named": "no"}
     named = "yes" if is_named(case, verdict) else "no"
     print(number, case, verdict, file=sys.stderr, flush=True)
-    return {
-        "": str(number), "cause": case.cause, "size": case.size, "plan": f"`{case.plan}`",
-        "verdict": verdict["title"], "cost": f"{verdict['cost']:.0%}", "named": named,
-    }  # fmt: skip
+    return {**known, "verdict": verdict["title"], "cost": f"{verdict['cost']:.0%}", "named": named}
 
 
 def main() -> None:
