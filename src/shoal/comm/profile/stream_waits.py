@@ -19,7 +19,7 @@ from shoal.comm.profile.timer import current, waiting
 
 BEHIND = "_shoal_behind"
 """The attribute of an event that names the collective behind which it was recorded: its axis and key. Not a weak
-reference: torch 2.11 frees events of CUDA without clearing those, and the process crashes later (seen on an H200)."""
+reference: a process that drops those crashes (signal 11; torch 2.11, H200)."""
 
 
 class StreamWaits:
