@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.models.llama import build
@@ -17,7 +18,11 @@ def after_a_step(fused: bool) -> tuple[float, dict[str, Tensor]]:
     model = build(hidden=16, num_layers=1, num_heads=2, num_kv_heads=2, ffn=32, vocabulary=32, max_sequence=8)
     with Run("mb=1", loss_mean="microbatch", fused_loss=fused) as run:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        with torch.no_grad():
+            logits = run.model(tokens[:, :-1])
+        means = [F.cross_entropy(logits[i], labels[i], ignore_index=-100) for i in range(4)]
         loss = run.step({"tokens": tokens[:, :-1], "labels": labels}).item()
+        assert abs(loss - torch.stack(means).mean().item()) < 1e-5
         return loss, run.weights()
 
 
