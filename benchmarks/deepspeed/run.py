@@ -87,8 +87,8 @@ def main() -> None:
     print(text)
     if len(sys.argv) > 2:
         page = Path(sys.argv[2])
-        marks = re.compile(r"(<!-- parity -->\n).*?(\n<!-- end -->)", re.DOTALL)
-        page.write_text(marks.sub(lambda match: match[1] + text + match[2], page.read_text()))
+        marks = re.compile(r"(<!-- parity -->\n).*?(<!-- end -->)", re.DOTALL)
+        page.write_text(marks.sub(lambda match: f"{match[1]}{text}\n{match[2]}", page.read_text()))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,9 @@ def words_of(fix: str) -> list[str]:
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-def test_every_proposal_parses(flag: str) -> None:
+def test_every_proposal_parses(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ds_config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
     fix = instead_of(flag)
     assert fix is not None
     assert "{" not in fix

@@ -141,3 +141,34 @@ def test_auto_stays_open() -> None:
     assert not found.settings
     assert [line.remark for line in found.lines] == ["left open"] * 3
     json.dumps([line.to_mapping() for line in found.lines])
+
+
+ODD = [None, True, False, 0, -1, 2.5, 1e400, "", "auto", "x", [], [1], {}, {"a": 1}, {"enabled": 1}, [[["x"]]]]
+
+
+@pytest.mark.parametrize(
+    "target", ["train", *(pytest.param(one, marks=pytest.mark.wide) for one in ("plan", "initialize"))]
+)
+def test_any_value_of_any_key_is_translated_or_rejected(target: Target) -> None:
+    """Each key of each shape, with odd values in its place: problems, never an exception."""
+    seen = set()
+    for shape in SHAPES:
+        for path in _paths(shape.config):
+            if path in seen:
+                continue
+            seen.add(path)
+            for odd in ODD:
+                found = translated(_with(shape.config, path, odd), target)
+                assert all(problem.what and problem.fix for problem in found.problems)
+                found.overrides()
+    assert len(seen) > 100
+
+
+def _paths(config: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    inner = [_paths(value, (*above, key)) for key, value in config.items() if isinstance(value, dict)]
+    return [(*above, key) for key in config] + [path for paths in inner for path in paths]
+
+
+def _with(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    first, *rest = path
+    return {**config, first: _with(config[first], tuple(rest), value) if rest else value}

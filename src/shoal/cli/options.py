@@ -17,7 +17,7 @@ from shoal.errors import Problem, listed, nearest, raise_if
 
 Options = TypeVar("Options")
 
-USUAL = {"resume": "latest"}
+USUAL = {"resume": "latest", "deepspeed": "ds_config.json"}
 """Values that a fix proposes in place of the default."""
 
 

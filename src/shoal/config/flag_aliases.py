@@ -10,9 +10,9 @@ import re
 
 _INSTEAD = {
     "--plan zero=3  # FSDP2; zero=1 and zero=2 share less": (
-        "fsdp use_fsdp fsdp_config fsdp_sharding_strategy fully_shard use_torch_fsdp2 deepspeed use_deepspeed "
-        "deepspeed_config strategy sharding_strategy"
+        "fsdp use_fsdp fsdp_config fsdp_sharding_strategy fully_shard use_torch_fsdp2 strategy sharding_strategy"
     ),
+    "--deepspeed {=ds_config.json}": "deepspeed use_deepspeed deepspeed_config",
     "--plan zero=3  # units are the blocks of the model; of a model without blocks, submodules by size": (
         "auto_wrap_policy fsdp_auto_wrap_policy wrap_policy transformer_layer_cls_to_wrap min_num_params "
         "fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params use_orig_params fsdp_use_orig_params"

@@ -64,8 +64,9 @@ def initialize(
     )
     _check(model, source, others)
     assert isinstance(model, nn.Module)
+    found = _translated(source, _num_ranks())  # before ranks wait for each other
+    _reject_lone_schedule(found, optimizer, lr_scheduler)
     world = _world(others.get("device", "auto"))
-    found = _translated(source, world.size)
     run = build.build_run(found, world, others.get("device", "auto"))
     build.broadcast_model(model, world)
     made = _optimizer(found, model, optimizer, model_parameters)
@@ -126,20 +127,33 @@ def _optimizer(found: Translation, model: nn.Module, given: Any, parameters: Ite
     return None if found.optimizer is None else build.build_optimizer(found.optimizer, groups)
 
 
+def _reject_lone_schedule(found: Translation, optimizer: Any, schedule: Any) -> None:
+    """A schedule without an optimizer."""
+    has_schedule = schedule is not None or found.schedule is not None
+    if has_schedule and optimizer is None and found.optimizer is None:
+        raise ShoalError(
+            "a schedule needs an optimizer, and neither the config nor the script has one",
+            fix='"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}} in the config',
+            code="E013",
+        )
+
+
 def _schedule(found: Translation, optimizer: Optimizer | None, given: Any) -> Any:
-    """The schedule that is given, or the config's."""
+    """The schedule that is given, or the config's; None: there is none."""
     if optimizer is None:
-        if given is not None or found.schedule is not None:
-            raise ShoalError(
-                "a schedule needs an optimizer, and neither the config nor the script has one",
-                fix='"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}} in the config',
-                code="E013",
-            )
         return None
     if given is None:
         return build.build_schedule(found, optimizer)
     is_schedule = hasattr(given, "step") and hasattr(given, "state_dict")
     return given if is_schedule else given(optimizer)
+
+
+def _num_ranks() -> int:
+    """The number of ranks, also before they are gathered."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    placement = read_environment(os.environ)
+    return 1 if placement is None else placement.world_size
 
 
 def _world(device: str) -> World:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.checkpoint.formats.deepspeed.zero import step_folder
 from shoal.comm.all_or_none import on_main
 from shoal.errors import ShoalError
 from shoal.files import read_regular, write_text
@@ -44,6 +45,7 @@ def load(
         warnings.warn(f"there is no file {folder / 'latest'}: nothing is loaded", stacklevel=3)
         return None, {}
     place = folder / _checked(str(tag))
+    _reject_foreign(place)
     engine.run.load(place, only_weights=load_module_only)
     if load_module_only:
         return str(place), {}
@@ -78,6 +80,16 @@ def _checked(tag: str) -> str:
             f"a tag must be the name of one folder, got {tag[:80]!r}", fix='tag="global_step100"', code="E016"
         )
     return tag
+
+
+def _reject_foreign(place: Path) -> None:
+    """A checkpoint that DeepSpeed has saved."""
+    if place.is_dir() and step_folder(place) is not None:
+        raise ShoalError(
+            f"{place} was saved by DeepSpeed",
+            fix=f'shoal checkpoint import {place} ours, and engine.run.load("ours")',
+            code="E016",
+        )
 
 
 def _reject_parts(others: Mapping[str, Any]) -> None:

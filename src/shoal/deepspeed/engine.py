@@ -29,7 +29,8 @@ class Engine:
         self.run, self.translation = run, found
         self.optimizer, self.lr_scheduler = optimizer, schedule
         self.micro_steps = self.skipped_steps = 0
-        self.drops_last = False
+        self.drops_last = any(line.key == "dataloader_drop_last" and line.value is True for line in found.lines)
+        """Whether the loader of `initialize` leaves out a microbatch with fewer samples than others."""
         self._microbatches: Iterator[int] | None = None
         """The microbatches of the open step; None: no step is open."""
         self._is_inside = self._has_backward = False

@@ -25,7 +25,6 @@ NO_EFFECT = {
     ),
     "checkpoint": "checkpoints load on any layout, and each has one manifest",
     "use_data_before_expert_parallelism": "the layout places the ranks",
-    "dataloader_drop_last": "every global batch is whole",
 }
 """Key → why it has no effect."""
 
@@ -62,6 +61,9 @@ def translate_features(reader: Reader) -> None:
     if reader.flag("managed_gradient_accumulation") is False:
         fix = '"managed_gradient_accumulation": true; or shoal.Run, whose update() is called by the script'
         reader.reject("managed_gradient_accumulation", fix)
+    if reader.flag("dataloader_drop_last") is not None:
+        is_engine = reader.into.target == "initialize"
+        reader.same("dataloader_drop_last", "the same here" if is_engine else "every global batch is whole")
     _observers(reader)
     _recompute(reader)
     _compile(reader)

@@ -49,7 +49,8 @@ NO_EFFECT = {
     **dict.fromkeys(("mics_hierarchical_params_gather",), "the collectives of torch choose their algorithm"),
 }
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-LEGACY = ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
+WORDS = {"optimizer": "optimizer", "param": "parameters"}
+"""What DeepSpeed offloads → the word of a plan."""
 
 
 def translate_zero(reader: Reader, num_ranks: int | None) -> None:
@@ -85,45 +86,69 @@ def translate_zero(reader: Reader, num_ranks: int | None) -> None:
 
 
 def _offload(zero: Reader, stage: int | None) -> None:
-    """Optimizer state, or parameters, in host memory."""
-    has_offload = {name: _device(zero, f"offload_{name}") == "cpu" for name in ("optimizer", "param")}
+    """Optimizer state in host memory or in files, or parameters in host memory."""
+    words = {name: _place(zero, f"offload_{name}") for name in ("optimizer", "param")}
     for key, name in (("cpu_offload", "optimizer"), ("cpu_offload_param", "param")):
-        has_offload[name] |= bool(zero.flag(key))
-        if zero.values.get(key):
+        if zero.flag(key):
             zero.same(key, f"as offload_{name}.device cpu")
+            words[name] = words[name] or WORDS[name]
     zero.no_effect("cpu_offload_use_pin_memory", "always pinned")
-    if not any(has_offload.values()):
+    word = words["param"] or words["optimizer"]
+    if word is None:
         return
-    if stage is not None and stage == 0:
+    if stage == 0:
         what = "offload needs ZeRO, and zero_optimization.stage is 0"
         zero.into.problems.append(Problem("E006", what, '"stage": 1; or remove offload_optimizer and offload_param'))
-        return
-    zero.into.plan["offload"] = "parameters" if has_offload["param"] else "optimizer"
+    elif words["param"] and ":" in (words["optimizer"] or ""):
+        fix = '"device": "cpu" for offload_optimizer; or no offload_param'
+        zero.into.problems.append(
+            Problem("E008", "offload_param beside offload_optimizer.device 'nvme' has no counterpart in shoal", fix)
+        )
+    else:
+        zero.into.plan["offload"] = word
 
 
-def _device(zero: Reader, key: str) -> str | None:
+def _place(zero: Reader, key: str) -> str | None:
+    """The word of a plan for a section of offload; None: nothing is offloaded."""
     section = zero.section(key)
     if section is None:
         return None
-    device = section.word("device", ("none", "cpu", "nvme"))
+    name = key.removeprefix("offload_")
+    word, device = None, section.word("device", ("none", "cpu", "nvme"))
     if device == "nvme":
-        section.reject("device", '"device": "cpu"; shoal offloads to host memory')
+        word = _files(section, name)
     elif device == "cpu":
-        word = "parameters" if key == "offload_param" else "optimizer"
+        word = WORDS[name]
         section.plan("device", "offload", word)
     elif device == "none":
         section.same("device", "nothing is offloaded")
-    for name in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "nvme_path"):
-        section.no_effect(name, "shoal sizes its own buffers in host memory")
-    for name in ("pipeline_read", "pipeline_write", "fast_init", "cpuadam_cores_perc"):
-        section.no_effect(name, "an internal of DeepSpeed")
+    for other in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "nvme_path"):
+        if section.name(other) not in {line.key for line in zero.into.lines}:
+            section.no_effect(other, "shoal sizes its own buffers in host memory")
+    for other in ("pipeline_read", "pipeline_write", "fast_init", "cpuadam_cores_perc"):
+        section.no_effect(other, "an internal of DeepSpeed")
     ratio = section.number("ratio")
     if ratio is not None and ratio != 1.0:
         section.reject("ratio", '"ratio": 1.0', "all of the state is offloaded, or none")
     if section.flag("super_offload"):
         section.reject("super_offload", '"super_offload": false')
     section.finish()
-    return device
+    return word
+
+
+def _files(section: Reader, name: str) -> str | None:
+    """`offload=optimizer:FOLDER`. Parameters stay in memory."""
+    folder = section.word("nvme_path")
+    if name == "param":
+        section.reject("device", '"device": "cpu"', "parameters are offloaded to host memory")
+        return None
+    if folder is None or not folder or any(map(str.isspace, folder)):
+        what = f"{section.name('nvme_path')} must be a folder without spaces, got {folder!r}"
+        section.into.problems.append(Problem("E005", what, '"nvme_path": "/local_nvme"'))
+        return None
+    section.plan("device", "offload", f"optimizer:{folder}")
+    section.same("nvme_path", "the folder of the state")
+    return f"optimizer:{folder}"
 
 
 def _groups(zero: Reader, stage: int | None, num_ranks: int | None) -> None:
