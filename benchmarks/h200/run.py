@@ -387,14 +387,14 @@ def hf_parts() -> tuple[str, list[Row]]:
 
 def lora() -> tuple[str, list[Row]]:
     """LoRA of rank 16 on a frozen base of 8.0 B parameters, against PEFT."""
-    runs = {LIGER: ("lora.py", "peft-liger"), "Transformers + PEFT": ("lora.py", "peft")}
+    runs = {"PEFT with Liger": ("lora.py", "peft-liger"), "PEFT": ("lora.py", "peft")}
     return "LoRA, 2 x 4096 tokens", beside_liger("Llama, 8.0 B", runs | {"shoal.lora": ("lora.py", "shoal")})
 
 
 def beside_liger(what: str, runs: dict[str, tuple[str, ...]]) -> list[Row]:
-    """One row for each of `runs`, name → script and its arguments; ratios are to Liger."""
+    """One row for each of `runs`, name → script and its arguments; ratios are to the first, Liger."""
     told = {name: told_by(*words) for name, words in runs.items()}
-    base, rows = told[LIGER], []
+    base, rows = next(iter(told.values())), []
     for name, said in told.items():
         is_measured = "error" not in said and "error" not in base
         row = {"model": what, "system": name, "tokens/s": said.get("error") or f"{said['tokens_per_s']:,}"}

@@ -33,7 +33,7 @@ SUMMARY = {
     *("steps", "samples", "tokens", "unit", "loss_first", "loss_last", "eval_loss", "skipped_steps", "was_stopped"),
     *("ranks", "plan"),
     *("parameters", "step_seconds_median", "tokens_per_s", "mfu", "data_wait_fraction", "comm_fraction", "comm_bytes"),
-    *("comm_overlap_fraction", "straggler", "memory_gib_max"),
+    *("comm_overlap_fraction", "comm_axes", "straggler", "memory_gib_max"),
     *("seconds_to_first_step", "seconds_training", "run_directory"),
     *("saves", "saves_failed", "saved_step", "save_stall_seconds", "checkpoint_dir", "resumed_from", "restarts"),
     "auto_choices",
@@ -178,6 +178,7 @@ def test_metrics_have_a_line_for_each_step_and_each_evaluation(two_ranks: Run) -
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]
     of_replicas = {"comm_seconds", "comm_overlap_fraction", "comm_bytes"}
+    of_replicas |= {"comm_seconds_dp_replicate", "comm_overlap_fraction_dp_replicate"}
     assert all(
         set(line) - STRAGGLER == STEP | (of_replicas if line["step"] in (1, 10, 20, 30) else set()) for line in steps
     )

@@ -133,10 +133,13 @@ def compute_in_parallel(place: Placement, store: dist.Store) -> float:
 
 FORK_OR_NOT = """
 import torch
+from shoal.config.load import build_recipe
 from shoal.launch.local import fork_is_safe, launch
+from shoal.train.recipe.preflight import preflight
 from tests.dist.test_launch import compute_in_parallel
 
 if __name__ == "__main__":
+    preflight(build_recipe({"plan": "pp=2 1f1b mb=1", "data": {"global_batch": 4}}, title="test"), 2)  # it computes
     print(fork_is_safe(), launch(compute_in_parallel, nproc=2))
     torch.set_num_threads(2)
     torch.ones(1000, 1000).add(1).sum()  # OpenMP now has a thread, for which a forked child would wait for ever

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from shoal.blueprint.description import Description
+from shoal.comm.profile.axis_overlap import AxisOverlap, AxisTime
 from shoal.comm.profile.timer import current
 from shoal.comm.world import World
 from shoal.observe.profile.profile import Profile
@@ -208,3 +209,45 @@ def test_one_slow_step(world: World) -> None:
         return profiled(world, "dp_replicate=2", between=lambda number: time.sleep(0.5 * scale * (number == 3)))
 
     named("jitter", make)
+
+
+# ---- overlap ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.alone
+@on_ranks(2)
+def test_the_hidden_part_of_communication_is_timed_by_axis(world: World) -> None:
+    """A collective that ends during computation is hidden, one that is waited for is not, and a step has its axes."""
+    group = dist.new_group(group_desc="tp")
+    many = torch.ones(8)
+
+    def timed(seconds: float) -> AxisTime:
+        """Rank 1 is half a second late, so that the collective of rank 0 takes as long."""
+        overlap = AxisOverlap(is_on=True)
+        dist.barrier(group)
+        with overlap.step(0):
+            time.sleep(0.5 * world.rank)
+            work = dist.all_reduce(many, group=group, async_op=True)
+            time.sleep(seconds)
+            work.wait()
+        assert overlap.last is not None
+        assert current.timer is None
+        return overlap.last["tp"]
+
+    beside, exposed = timed(1.5), timed(0.0)
+    if world.is_main:
+        assert beside.hidden > 0.9
+        assert 0.4 < beside.seconds < 1.4  # it is over long before it is waited for
+        assert exposed.hidden < 0.1
+    with (overlap := AxisOverlap(is_on=True)).step(3):  # not the first, and no tenth
+        pass
+    assert overlap.last is None
+
+    run = Run("zero=3 mb=2", loss=loss_of, world=world)
+    model = build("llama", 4)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    with overlap.step(9):
+        run.step({name: value[:4] for name, value in batches("llama")[world.rank].items()})
+    assert overlap.last is not None
+    assert overlap.last["dp_shard"].seconds >= overlap.last["dp_shard"].exposed > 0
+    dist.destroy_process_group(group)

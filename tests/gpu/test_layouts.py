@@ -9,6 +9,7 @@ import torch
 
 import shoal
 from shoal.models import llama
+from shoal.numerics.offload.host_copies import HostCopies
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,3 +39,20 @@ def test_a_layout_computes_what_one_gpu_does(nproc: int, plan: str, precision: s
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
     proof = shoal.verify(BUILD, batch, plan, nproc=nproc, device="cuda", precision=precision)
     assert proof.equal, proof.cause
+
+
+@pytest.mark.parametrize("bucket", [1, 2**12, 2**28])
+def test_buckets_of_an_offloaded_optimizer(bucket: int) -> None:
+    """Copies and updates overlap; each bucket waits for its own gradients, and the next forward for all weights."""
+    weights = [torch.randn(size, 64, dtype=torch.float64, device="cuda") for size in (1, 700, 3, 64, 5000)]
+    on_device, offloaded = ([torch.nn.Parameter(one.clone()) for one in weights] for _ in range(2))
+    optimizer = torch.optim.AdamW(offloaded, lr=0.1, fused=True)
+    copies, expected = HostCopies(optimizer, lambda one: one, bucket=bucket), torch.optim.AdamW(on_device, lr=0.1)
+    for _ in range(5):
+        for one, other in zip(on_device, offloaded, strict=True):
+            one.grad = torch.randn_like(one) @ torch.randn(64, 64, dtype=torch.float64, device="cuda")
+            other.grad = one.grad.clone()
+        expected.step()
+        copies.step()
+        for one, other in zip(on_device, offloaded, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)

@@ -13,13 +13,25 @@ from rich.console import Console
 from shoal.bench.training import step, turns
 from shoal.bench.training.cases import Ranks, checked_case, microbatch_of, with_plan
 from shoal.bench.training.data_parallel import time_data_parallel
-from shoal.bench.training.scale import BASE, Row, ScaleRequest, ScaleTable, losses_of, row_mapping, table_of
+from shoal.bench.training.machine import CalibrationTurns
+from shoal.bench.training.predicted import Predicted, typical
+from shoal.bench.training.scale import (
+    BASE,
+    Row,
+    ScaleRequest,
+    ScaleTable,
+    losses_of,
+    measure_scale,
+    row_mapping,
+    table_of,
+)
 from shoal.bench.training.time_steps import RankSteps, time_steps
 from shoal.bench.training.turns import WARMUP_STEPS, Case, Spread, Turn, differences, measure_in_turns, ratios
 from shoal.cli.reports import bench_memory, bench_scale, bench_step
 from shoal.config.recipe import DataSection, LaunchSection, ModelSection, Recipe
 from shoal.errors import ShoalError
 from shoal.launch.local import launch
+from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.exact.memory import Memory
 from shoal.train.recipe.preflight import Job
 from tests import bench_results
@@ -93,6 +105,48 @@ def test_efficiency_is_divided_by_ranks_in_strong_mode_alone() -> None:
         assert row_mapping(row, {})["efficiency"]["median"] == expected
     shared = Row(mode="strong", plan="x", ranks=2, batch=8, case=case("row", [4.0], job=job), base=base, note="shared")
     assert "efficiency" not in row_mapping(shared, {})
+
+
+def predicted(seconds: float) -> Predicted:
+    return Predicted(seconds=seconds, low=0.0, high=1.0, peak=8.0, memory={}, is_calibrated=True)
+
+
+def test_predictions_are_compared_with_the_round_in_which_the_machine_was_measured() -> None:
+    """A machine that is three times as slow in the second round changes no error."""
+    job: Any = type("Job", (), {"recipe": TINY.model_copy(update={"plan": TINY.plan.resolve(1)})})
+    job.training = type("Data", (), {"tokens_per_sample": 8})
+    base = Row(mode="strong", plan=BASE, ranks=1, batch=8, case=case("base", [4.0, 12.0, 4.0], job=job))
+    row = Row(mode="strong", plan="x", ranks=2, batch=8, case=case("row", [2.0, 6.0, 2.0], job=job), base=base)
+    rounds = {
+        "base": [predicted(each) for each in (4.4, 13.2, 4.4)],
+        "row": [predicted(each) for each in (2.2, 6.6, 2.2)],
+    }
+    found = row_mapping(row, rounds)
+    assert found["step_error"] == pytest.approx(0.1)
+    assert found["efficiency_error"] == pytest.approx(0.0)
+    assert found["predicted"]["seconds"] == 2.2
+    assert typical([]) is None
+    assert typical([predicted(3.0), None, predicted(1.0)]) == predicted(1.0)
+
+
+def test_the_machine_is_measured_before_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    machine = CalibrationTurns(2, 1, "cpu", "fp32", rounds=2)
+    monkeypatch.setattr(
+        CalibrationTurns, "take", lambda self: (order.append("machine"), self.clusters.append(parse_cluster("cpu:2")))
+    )
+    job: Any = type("Job", (), {})
+
+    def measure(job: Job, num_steps: int) -> list[RankSteps]:
+        order.append("row")
+        return [rank_steps([1.0] * num_steps)]
+
+    table = ScaleTable(recipe=TINY, request=request_of((1,)), rows=[], cases=[Case("a", job, measure=measure)])
+    table = replace(table, request=replace(table.request, rounds=2))
+    measure_scale(table, lambda *_: None, machine)
+    assert order == ["machine", "row", "machine", "row"]
+    assert not machine.is_needed
+    assert not CalibrationTurns.named(parse_cluster("cpu:2"), 3).is_needed
 
 
 def test_ranks_beyond_the_cores_say_so() -> None:

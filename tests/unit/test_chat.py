@@ -258,6 +258,14 @@ def test_tools_and_their_calls_reach_the_template(folder: Path, tmp_path: Path) 
     assert "".join(np.array(text)[example.is_trained.astype(bool)]) == "[f a]$ok$"
 
 
+@pytest.mark.parametrize("shown", ["c.name + c.arguments", "c.name ~ c.arguments"])
+def test_a_template_that_takes_arguments_as_json_gets_them_so(folder: Path, tmp_path: Path, shown: str) -> None:
+    """The first fails with an object, the second shows it as Python does."""
+    pytest.importorskip("transformers")
+    chat = with_template(folder, tmp_path, TOOL_TEMPLATE.replace("c.name }} {{ c.arguments.x", shown))
+    assert '[f{"x": "a"}]' in chat._render(row_of(TOOLS, "line 1"))  # the tokenizer of the tests has no quotes
+
+
 @pytest.mark.parametrize(
     ("template", "key"),
     [

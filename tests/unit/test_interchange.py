@@ -724,8 +724,9 @@ def header(**entries: Any) -> bytes:
         (header(x={"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}), "the shape"),
         (header(x={"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 4]}), "the shape"),
         (header(x={"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}), "puts the 4 bytes"),
-        (header(x={"dtype": "F32", "shape": [1], "data_offsets": [16, 20]}), "puts the 4 bytes"),
+        (header(x={"dtype": "F32", "shape": [1], "data_offsets": [16, 20]}), "is cut off: 'x' ends at byte"),
         (header(x={"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}), "puts the 8 bytes"),
+        (header(x={"dtype": "F32", "shape": [99], "data_offsets": [0, 396]}), "is cut off: 'x' ends at byte"),
         (
             header(
                 x={"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},

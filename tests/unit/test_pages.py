@@ -24,8 +24,9 @@ from shoal.pages.html import ASSETS, data
 from shoal.pages.report import make_report, write_page
 from shoal.pages.run.findings import findings
 from shoal.pages.run.read_run import read_run
-from shoal.pages.run.time_parts import whole_run
+from shoal.pages.run.time_parts import hidden_by_axis, whole_run
 from shoal.pages.run.verdict import REASON, verdict_of
+from shoal.pages.sections.time_spent import time_spent
 from tests.rejects import rejects
 from tests.run_directories import EVIL, make_hostile_run, make_run, record, write_lines
 
@@ -130,6 +131,17 @@ def test_the_parts_of_the_time_add_to_one(tmp_path: Path) -> None:
     assert parts.data == pytest.approx(0.1)
     assert parts.comm == pytest.approx(0.1)  # a fifth of a step, half of it hidden
     assert parts.other + parts.data + (parts.comm or 0) == pytest.approx(1)
+
+
+def test_communication_is_shown_by_axis(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 1, summary=ENDED)
+    axes = {"comm_seconds_tp": 0.1, "comm_overlap_fraction_tp": 0.25, "comm_seconds_dp_shard": 0.05}
+    timed = {**axes, "comm_overlap_fraction_dp_shard": 1.0, "step_seconds": 0.5}
+    write_lines(path / "metrics.jsonl", [record(step, **(timed if step % 10 == 0 else {})) for step in range(1, 101)])
+    run = read_run(path)
+    assert hidden_by_axis(run.metrics) == {"tp": pytest.approx((0.1, 0.25)), "dp_shard": pytest.approx((0.05, 1.0))}
+    page = time_spent(run)
+    assert "Hidden by axis: tp 25" in page
 
 
 CAUSES: dict[str, dict[str, Any]] = {

@@ -182,6 +182,12 @@ def test_values_that_the_class_computes_follow_settings(tmp_path: Path) -> None:
     assert model.model.layers[0].self_attn.q_proj.weight.shape[0] == 2 * said["hidden_size"]
 
 
+def test_the_fix_of_weights_that_do_not_fit_names_the_setting(tmp_path: Path) -> None:
+    saved(tmp_path, "llama")
+    with rejects("M075", "layers.2.self_attn.q_proj.weight is missing", "--model.num_hidden_layers 2, as in"):
+        weights_of(on_meta(tmp_path, num_hidden_layers=3), tmp_path)
+
+
 def test_a_tied_pair_with_two_values_is_rejected(tmp_path: Path) -> None:
     """transformers keeps both; the head would be lost."""
     saved(tmp_path, "llama")

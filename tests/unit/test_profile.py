@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.blueprint.plan import Plan
+from shoal.comm.profile.axis_overlap import by_axis
 from shoal.comm.profile.timer import NOTHING, PartTimer, Span, Step, current, enter, part, timed_items, waiting
 from shoal.observe.profile.partition import partition
 from shoal.observe.profile.profile import Profile
@@ -113,6 +114,44 @@ def test_a_wait_is_for_the_last_rank_and_then_for_the_wire() -> None:
     assert elsewhere[0].steps == [{"tp.wait": pytest.approx(0.05), "other": 0.05}]
     stages = partition([record(rank, waits[rank], arrived[rank], place={"pp": rank}) for rank in range(2)])
     assert stages[0].steps[0]["bubble"] == pytest.approx(0.03)
+
+
+def test_a_rank_that_saves_longer_is_no_straggler() -> None:
+    """Rank 0 writes alone while rank 1 waits at the next collective; waits inside of a save are saving, too."""
+    spans = [
+        [Span("save", 0, end=60_000_000)],
+        [Span("tp", 0, "1|1", is_wait=True, end=60_000_000)],
+    ]
+    arrived = [{"1|1": 60_000_000}, {"1|1": 0}]
+    found = Profile.of([record(rank, spans[rank], arrived[rank]) for rank in range(2)])
+    assert found.verdict.kind == "saving"
+    assert found.verdict.evidence == "the other ranks wait 60% of a step for rank 0, which spends 60 ms more in save"
+
+
+def test_waits_inside_of_a_save_are_saving(clock: Clock) -> None:
+    timer = current.timer
+    assert timer is not None
+    with part("save"), waiting("world", enter("1")):
+        clock.now = 5
+    timer.end_step()
+    assert own_times(timer.steps[0]) == {"save": 5, "other": 0}
+
+
+def test_communication_is_hidden_until_it_is_waited_for() -> None:
+    spans = [
+        Span("tp", 50, "1|1", is_wait=True, end=60),  # started at 10, over at 60
+        Span("tp", 90, "1|2", is_wait=True, end=91),  # started at 65, over at 85
+        Span("pp", 20, "m|1", is_wait=True, end=40),  # a message: until it was waited for
+        Span("world", 0, "w|1", is_wait=True, end=99),
+        Span("forward", 0, end=50),
+    ]
+    entered = {"1|1": 10, "1|2": 65, "m|1": 20}
+    found = by_axis([Step(spans, None)], entered, {"1|1": 60, "1|2": 85})
+    assert set(found) == {"tp", "pp"}
+    assert found["tp"].seconds == pytest.approx(71e-9)  # 10 to 60, 65 to 85, and the wait from 90 to 91
+    assert found["tp"].exposed == pytest.approx(11e-9)
+    assert found["tp"].hidden == pytest.approx(60 / 71)
+    assert found["pp"].hidden == 0
 
 
 def test_threads_without_a_core_are_the_verdict() -> None:

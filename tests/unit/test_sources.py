@@ -336,6 +336,8 @@ BAD: list[tuple[Callable[[Path], Any], dict[str, Any], str, str]] = [
     (lambda d: write(d / "a.jsonl", '{"text": "a"}\n{"text": \n'), {}, "a.jsonl line 2 must be JSON", "lines such as"),
     (lambda d: write(d / "a.jsonl", '\n{"texts": "a"}\n'), {},
      "a.jsonl line 2 has no key 'text'; its text keys are: texts", "--data.text_field texts"),
+    (lambda d: write(d / "a.jsonl", '{"message": [{"role": "user"}]}'), {},
+     "a.jsonl line 1 has no key 'text'", "the key 'messages' instead of 'message'"),
     (lambda d: write(d / "a.jsonl", "[1]"), {}, "line 1 must be a JSON object, got a list", "lines such as"),
     (lambda d: write(d / "a.jsonl", '{"text": 3}'), {}, "'text' must be text, got int", "--data.text_field"),
     (lambda d: write(d / "a.jsonl", "\n"), {}, "no JSONL lines with text", "lines such as"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -143,14 +144,16 @@ def measure(
     quiet: bool,
     began: float,
     threads: int | None = None,
+    only: str | None = None,
 ) -> Readings:
     """Measure as one rank; every rank returns the same. The time counts from the start of the ranks. `threads` None: an
-    even share of the cores."""
+    even share of the cores. `only`: a precision, for readings beside steps in it; a busy machine slows both, so the
+    median of the rounds counts, as it does of the steps."""
     with World.start(placement, device=device, store=store, threads=threads) as world, warnings.catch_warnings():
         silence_matmul_warning(world.device)
         is_cuda = world.device.type == "cuda"
         context = 0.0 if is_cuda else _resident_after_a_step(world)
-        bench = CalibrationBench(world, seconds, _progress(world, quiet), began=began)
+        bench = CalibrationBench(world, seconds, _progress(world, quiet), began=began, only=only)
         with bench.progress:
             bench.run()
         return Readings(
@@ -182,6 +185,8 @@ class CalibrationBench:
     """When the current part should end, in seconds from the start."""
     num_left: int = PARTS
     """Readings that remain in the current part."""
+    only: str | None = None
+    """The precision that is needed, beside that of blocks; None: all, and the fastest round counts."""
 
     def __post_init__(self) -> None:
         self.until = self.until or self.seconds
@@ -199,7 +204,7 @@ class CalibrationBench:
     def run(self) -> None:
         """Measure everything."""
         words = self.precisions()
-        attended = len([word for word in self.sizes.attended if _supports(self.device, word)])
+        attended = len(self.attended())
         parts: list[tuple[str, int, Callable[[], None]]] = [
             *((f"products in {word}", len(self.sizes.products), partial(self.products, word)) for word in words),
             ("attention", attended * len(self.sizes.attention), self.attention),
@@ -218,7 +223,14 @@ class CalibrationBench:
 
     def precisions(self) -> list[str]:
         """The precisions of products that this device supports."""
-        return [word for word in self.sizes.precisions if _supports(self.device, word)]
+        return [word for word in self.sizes.precisions if _supports(self.device, word) and self._is_needed(word)]
+
+    def attended(self) -> list[str]:
+        """The precisions of attention that this device supports."""
+        return [word for word in self.sizes.attended if _supports(self.device, word) and self._is_needed(word)]
+
+    def _is_needed(self, precision: str) -> bool:
+        return self.only is None or precision in (self.only, self.sizes.compute)
 
     # ---- operations -------------------------------------------------------------------------------------------------
 
@@ -242,8 +254,7 @@ class CalibrationBench:
 
     def attention(self) -> None:
         """Measure causal attention. The backward recomputes the scores, so both passes are 3.5 times the forward."""
-        words = [word for word in self.sizes.attended if _supports(self.device, word)]
-        for precision, num_tokens in product(words, self.sizes.attention):
+        for precision, num_tokens in product(self.attended(), self.sizes.attention):
             shape = (1, self.sizes.heads, num_tokens, HEAD_DIM)
             q, k, v, grad = (
                 torch.randn(shape, device=self.device, dtype=workloads.DTYPES[precision]) for _ in range(4)
@@ -302,7 +313,8 @@ class CalibrationBench:
         self.num_left -= 1
         number = max(1, int(limit / ROUNDS / once))
         rounds = min(ROUNDS, int(limit / once / number))  # 0: there is no time for another round
-        seconds = min([once, *(self.timed(work, number) / number for _ in range(rounds))])
+        pick: Callable[[list[float]], float] = min if self.only is None else statistics.median
+        seconds = pick([once, *(self.timed(work, number) / number for _ in range(rounds))])
         seconds = self.slowest(seconds)
         reading = Reading(what=what, size=size, precision=precision, seconds=seconds, flops=flops, traffic=traffic)
         self.readings.append(reading)

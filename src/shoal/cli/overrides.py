@@ -7,7 +7,7 @@ A verb's options are a dataclass. Settings are merged into the YAML file and val
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field, fields, make_dataclass
+from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
@@ -45,7 +45,29 @@ def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[
     problems += checked.problems
     options = kind(**checked.values)
     path: Path | None = getattr(options, "recipe", None)
-    return options, read_recipe(path, overrides, problems)
+    config: Path | None = getattr(options, "deepspeed", None)
+    if config is None:
+        return options, read_recipe(path, overrides, problems)
+    return options, _read_below(config, path, overrides, problems, several_hosts=bool(getattr(options, "hosts", None)))
+
+
+def _read_below(
+    config: Path, recipe: Path | None, overrides: list[tuple[str, str]], problems: list[Problem], *, several_hosts: bool
+) -> RecipeReading:
+    """The recipe, with a config of DeepSpeed above it and the settings of the command line above both."""
+    from shoal.cli.other_systems.deepspeed import LOSS, translated_for_recipe
+    from shoal.cli.other_systems.table import table
+
+    found = translated_for_recipe(config, recipe, overrides, several_hosts=several_hosts)
+    reading = read_recipe(recipe, [*found.overrides(), *overrides], [*problems, *found.problems])
+    note = f"{table(str(config), found.lines, [key for key, _ in overrides])}\n  {LOSS}"
+    return replace(reading, notes=(*reading.notes, note), translated=tuple(line.to_mapping() for line in found.lines))
+
+
+def settings_as_words(kind: type[Any], arguments: Sequence[str]) -> list[str]:
+    """The settings of the recipe among the words of a verb, to pass on to `shoal train`."""
+    _, overrides, _ = _sort(list(arguments), own={each.name: each.type for each in fields(kind)})
+    return [word for name, value in overrides for word in (f"--{name}", value) if word]
 
 
 def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[str, str]], list[Problem]]:

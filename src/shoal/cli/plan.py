@@ -16,6 +16,7 @@ from shoal.cli.reports.console import WIDTH, show
 from shoal.planner.request import PlanRequest
 
 if TYPE_CHECKING:
+    from shoal.config.deepspeed.translation import Line
     from shoal.planner.search import Candidate
 
 
@@ -31,6 +32,13 @@ class Options(PlanRequest):
     """A preset (llama3-8b, mixtral-8x7b, ...), a Hugging Face config.json, hf:FOLDER, or file.py:function. None: the
     dimensions below."""
 
+    deepspeed: Path | None = None
+    """A ds_config.json of DeepSpeed, whose parallelism, batch and precision every plan must have."""
+
+    megatron: str | None = None
+    """Arguments of Megatron-LM, such as "--tensor-model-parallel-size 2 --bf16", which every plan must have; sizes of
+    the model and the batch are taken over, too."""
+
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
 
@@ -40,7 +48,12 @@ class Options(PlanRequest):
 
 def main(arguments: Sequence[str]) -> int:
     """Print the plans; return 0 if one fits, else 1."""
-    options = parse_options(Options, arguments, prog="shoal plan")
+    options = parse_options(Options, _with_quoted(arguments), prog="shoal plan")
+    translated: list[Line] = []
+    if options.deepspeed is not None or options.megatron is not None:
+        from shoal.cli.other_systems.in_plan import with_translation
+
+        options, translated = with_translation(options, arguments)
     from shoal.cli.reports.plan import render
     from shoal.planner.answer import answer, to_mapping
 
@@ -52,7 +65,24 @@ def main(arguments: Sequence[str]) -> int:
 
         write_page(options.html, plan_page(found, seen or ()), "--html")
     if options.json:
-        print(json.dumps(to_mapping(found), allow_nan=False))
+        both = {
+            **to_mapping(found),
+            **({"translated": [line.to_mapping() for line in translated]} if translated else {}),
+        }
+        print(json.dumps(both, allow_nan=False))
     else:
         show(lambda console: render(console, found), sys.stdout, width=WIDTH)
     return 0 if found.best else 1
+
+
+def _with_quoted(arguments: Sequence[str]) -> list[str]:
+    """The words, with the value of `--megatron`, which begins with dashes, joined to it.
+
+    >>> _with_quoted(["llama3-8b", "--megatron", "--bf16 --seq-length 4096", "--json"])
+    ['llama3-8b', '--megatron=--bf16 --seq-length 4096', '--json']
+    """
+    words = list(arguments)
+    if "--megatron" in words[:-1]:
+        place = words.index("--megatron")
+        words[place : place + 2] = [f"--megatron={words[place + 1]}"]
+    return words

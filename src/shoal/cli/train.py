@@ -44,6 +44,9 @@ class Train:
     recipe: Annotated[Path | None, tyro.conf.Positional] = None
     """A YAML file. None: the tiny llama on the source files of Python."""
 
+    deepspeed: Path | None = None
+    """A ds_config.json of DeepSpeed: its settings replace those of the recipe, and the command line replaces both."""
+
     json: bool = False
     """Print the summary as one JSON object, and nothing else on stdout."""
 
@@ -140,6 +143,8 @@ def _train(options: Train, reading: RecipeReading, start_time: float, out: TextI
             show_dry_run(job.recipe, predict_step(job.recipe), as_json=options.json, out=out)
         return 0
     summary = run_job(job, options, placement, world_size, start_time)
+    if reading.translated:
+        summary["deepspeed"] = list(reading.translated)
     is_written = _write_result(job, summary) if is_main else True
     if is_main:
         show_summary(summary, as_json=options.json, out=out)
@@ -288,7 +293,7 @@ def run_job(
         quiet=quiet,
         start_time=start_time,
         resume=options.resume,
-        command=secrets.token_hex(8),
+        command=_name_of_command(placement),
     )
     if placement or world_size == 1:
         generation = placement.generation if placement else 0
@@ -317,6 +322,14 @@ def run_job(
         else nullcontext() as root,
     ):
         return with_restarts(start, budget)
+
+
+def _name_of_command(placement: Placement | None) -> str:
+    """Identify this command in the lock of a run directory. A job that Slurm has requeued finds its directory by it,
+    also while other runs of the same name are active."""
+    if placement is not None and placement.source == "slurm" and placement.job:
+        return f"slurm-{placement.job}"
+    return secrets.token_hex(8)
 
 
 def _replaces_ranks(recipe: Recipe) -> bool:

@@ -51,6 +51,8 @@ class RecipeReading:
     """False: the file could not be read. Then nothing is known of the recipe but the settings of the command line."""
     notes: tuple[str, ...] = ()
     """Sentences about keys of the file that the command line overrides as a whole. The verb prints them."""
+    translated: tuple[Mapping[str, Any], ...] = ()
+    """The keys of another system's config, each with its setting."""
 
     def with_problems(self, problems: Iterable[Problem]) -> RecipeReading:
         """Add problems of the command that have nothing to do with the recipe."""

@@ -151,6 +151,10 @@ class OptimSection(Section):
     loss_scale_window: PositiveInt = 2000
     """Steps without overflow before the loss scale is doubled."""
 
+    loss_mean: Literal["global", "microbatch"] = "global"
+    """global: the mean over all labels of the global batch. microbatch: the mean of the means of microbatches and
+    ranks, as DeepSpeed has it (docs/deepspeed.md). They differ where microbatches have other numbers of labels."""
+
 
 class LaunchSection(Section):
     """The processes of a run on this machine. torchrun, Slurm and mpirun start their own, and shoal none."""

@@ -19,8 +19,11 @@ AREAS = {
     "T": "training",
     "C": "checkpoints",
     "N": "launch",
+    "J": "jobs",
     "V": "verify",
     "L": "finetuning",
+    "H": "horovod",
+    "E": "deepspeed",
 }
 """The letter of an area → its file, without the ending."""
 

@@ -14,7 +14,8 @@ import pickle
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -87,6 +88,17 @@ def fork_is_safe() -> bool:
         return False
     _in_a_fork(lambda: 0)
     return len(os.listdir("/proc/self/task")) == 1
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread inside: no pool of OpenMP is started, and `fork_is_safe` stays as it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _in_a_fork(count: Callable[[], int]) -> int:

@@ -29,6 +29,7 @@ from shoal.safe_parsing import short
 Algorithm = Chosen | Literal["auto"]
 BucketSize = float | Literal["auto"] | None
 OnNan = Literal["stop", "skip", "ignore"]
+LossMean = Literal["global", "microbatch"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +45,8 @@ class StepPolicy:
                       computes wrong is named; 0: never
     loss_scale        the first loss scale under fp16
     loss_scale_window steps without overflow after which the loss scale is doubled
+    loss_mean         "global": the mean over all labels of the global batch; "microbatch": the mean of the means of
+                      microbatches and ranks, as DeepSpeed and DDP have it, whatever each of them counts
     """
 
     clip: float | None = None
@@ -53,10 +56,12 @@ class StepPolicy:
     check_compute: int = 0
     loss_scale: float = 65536.0
     loss_scale_window: int = 2000
+    loss_mean: LossMean = "global"
 
     def problems(self) -> Iterator[Problem]:
         """Find values that would not do what is meant. A negative norm, for example, climbs."""
         yield from check_choice("on_nan", self.on_nan, get_args(OnNan))
+        yield from check_choice("loss_mean", self.loss_mean, get_args(LossMean))
         if self.clip is not None:
             yield from check_number("clip", self.clip, above=0, usual=None if self.clip == 0 else 1.0)
         if self.ema is not None and not (isinstance(self.ema, float) and 0.0 <= self.ema < 1.0):
@@ -173,6 +178,7 @@ class Settings(TypedDict, total=False):
     check_compute: int
     loss_scale: float
     loss_scale_window: int
+    loss_mean: LossMean
     seed: int
     deterministic: bool
     param_dtype: Weights

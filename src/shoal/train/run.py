@@ -23,7 +23,7 @@ from shoal.comm.profile.timer import part, timed_items
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.comm.world import World, reject_spawned_alone, use_device
 from shoal.config.checks.arguments import check_start
-from shoal.config.checks.settings import no_common_average
+from shoal.config.checks.settings import check_loss_mean, no_common_average
 from shoal.data.loader import Loader
 from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.errors import Findings, Problem
@@ -310,6 +310,8 @@ def _check_together(plan: Plan | None, policies: Policies | None, objective: Obj
         )
     if plan is not None and plan.sync and policies is not None and policies.step.ema is not None:
         yield no_common_average(plan)
+    if plan is not None and policies is not None:
+        yield from check_loss_mean(policies.step.loss_mean, plan)
     if plan is not None and plan.sync == "auto":
         yield Problem("P064", "sync=auto is chosen by `shoal train`", "sync=diloco:50, compress=int8, or neither")
     if plan is not None and policies is not None and policies.compute.param_dtype == "bf16":

@@ -55,6 +55,36 @@ def cluster_for_bench(
     return cluster_of(launch(calibrate.measure, arguments, nproc=max(2, ranks) if device == "cpu" else ranks)[0])
 
 
+@dataclass
+class CalibrationTurns:
+    """This machine, measured in every round of a benchmark: with the speed that it has beside the rows."""
+
+    ranks: int
+    threads: int
+    device: str
+    precision: str
+    rounds: int
+    clusters: list[Cluster] = field(default_factory=list)
+    """One for each round."""
+
+    @classmethod
+    def named(cls, cluster: Cluster, rounds: int) -> CalibrationTurns:
+        """A given cluster in every round."""
+        return cls(1, 1, "cpu", "fp32", rounds, [cluster] * rounds)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the next round has no cluster yet."""
+        return len(self.clusters) < self.rounds
+
+    def take(self) -> None:
+        """Measure for a share of the time of a calibration, on new ranks."""
+        seconds = CALIBRATION_SECONDS / self.rounds
+        arguments = (self.device, seconds, True, time.monotonic(), self.threads, self.precision)
+        nproc = max(2, self.ranks) if self.device == "cpu" else self.ranks
+        self.clusters.append(cluster_of(launch(calibrate.measure, arguments, nproc=nproc)[0]))
+
+
 def cluster_mapping(cluster: Cluster) -> dict[str, Any]:
     """Where predictions come from, as JSON."""
     return {"source": cluster.source, "date": cluster.date, "is_measured": cluster.is_measured}

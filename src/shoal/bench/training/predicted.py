@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,6 +30,15 @@ class Predicted:
     def to_mapping(self) -> dict[str, Any]:
         """As JSON."""
         return asdict(self)
+
+
+def typical(rounds: Sequence[Predicted | None]) -> Predicted | None:
+    """The prediction whose time is the median of several, each for the machine as it was in one round.
+
+    Of an even number, the faster one of the two in the middle.
+    """
+    known = sorted((each for each in rounds if each is not None), key=lambda each: each.seconds)
+    return known[(len(known) - 1) // 2] if known else None
 
 
 def predict_case(recipe: Recipe, cluster: Cluster) -> Predicted | None:

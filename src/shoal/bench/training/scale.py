@@ -10,6 +10,7 @@ round, since both were measured side by side.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,8 @@ from torch import nn
 
 from shoal.bench.training import data_parallel
 from shoal.bench.training.cases import Ranks, checked_case, checked_job, microbatch_of, with_plan
-from shoal.bench.training.predicted import Predicted, predict_case
+from shoal.bench.training.machine import CalibrationTurns
+from shoal.bench.training.predicted import Predicted, predict_case, typical
 from shoal.bench.training.turns import WARMUP_STEPS, Case, Spread, differences, measure_in_turns, ratios
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError, raise_if
@@ -27,8 +29,8 @@ from shoal.predict.cluster import Cluster
 from shoal.train.build_model import build_model, without_memory
 
 Mode = Literal["strong", "weak"]
-Predictions = Mapping[str, Predicted | None]
-"""Name of a case → its prediction."""
+Predictions = Mapping[str, Sequence[Predicted | None]]
+"""Name of a case → its prediction in each round."""
 BASE = "ddp"
 """The plan of the base, which is alone: nothing is divided and nothing is sent."""
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2, "fp8": 2e-1}
@@ -109,9 +111,17 @@ def _data_parallel(request: ScaleRequest, rows: Sequence[Row]) -> Iterator[Row]:
         yield Row(mode="strong", plan=data_parallel.NAME, ranks=ranks, batch=base.batch, case=case, base=base)
 
 
-def measure_scale(table: ScaleTable, say: Callable[[str, int, int], None]) -> None:
-    """Measure all rows in turns. A base that fails is raised: nothing could be compared with it."""
-    measure_in_turns(table.cases, steps=table.request.steps, rounds=table.request.rounds, say=say)
+def measure_scale(table: ScaleTable, say: Callable[[str, int, int], None], machine: CalibrationTurns) -> None:
+    """Measure all rows in turns, and the machine beside them. A base that fails is raised: nothing could be compared
+    with it."""
+
+    def calibrate() -> None:
+        if machine.is_needed:
+            say("the machine itself", len(machine.clusters) * len(table.cases), machine.rounds * len(table.cases))
+            machine.take()
+
+    steps, rounds = table.request.steps, table.request.rounds
+    measure_in_turns(table.cases, steps=steps, rounds=rounds, say=say, before_round=calibrate)
     for row in table.rows:
         if row.base is None and row.case.reason:
             what = f"one rank, the base of every efficiency, cannot be measured: {row.case.reason}"
@@ -146,9 +156,14 @@ def _case(recipe: Recipe, request: ScaleRequest, plan: str, ranks: int, batch: i
 # ---- the result -----------------------------------------------------------------------------------------------------
 
 
-def to_mapping(table: ScaleTable, cluster: Cluster) -> dict[str, Any]:
-    """Rows, losses and errors of the prediction, as JSON; times in seconds, memory in bytes."""
-    predictions = {case.name: predict_case(case.job.recipe, cluster) for case in table.cases if case.job is not None}
+def to_mapping(table: ScaleTable, clusters: Sequence[Cluster]) -> dict[str, Any]:
+    """Rows, losses and errors of the prediction, as JSON; times in seconds, memory in bytes. `clusters`: the machine as
+    it was in each round."""
+    predictions = {
+        case.name: [predict_case(case.job.recipe, cluster) for cluster in clusters]
+        for case in table.cases
+        if case.job is not None
+    }
     rows = [row_mapping(row, predictions) for row in table.rows]
     return {
         "rows": rows,
@@ -172,7 +187,7 @@ def row_mapping(row: Row, predictions: Predictions) -> dict[str, Any]:
     }  # fmt: skip
     if case.job is None:
         return known
-    plan, predicted = case.job.recipe.plan, predictions.get(case.name)
+    plan, predicted = case.job.recipe.plan, typical(predictions.get(case.name, ()))
     if row.plan != data_parallel.NAME:
         known |= {
             "microbatch": plan.microbatch_size(row.batch),
@@ -183,7 +198,8 @@ def row_mapping(row: Row, predictions: Predictions) -> dict[str, Any]:
 
 
 def _measured(row: Row, predictions: Predictions) -> dict[str, Any]:
-    case, predicted = row.case, predictions.get(row.case.name)
+    case, rounds = row.case, predictions.get(row.case.name, ())
+    predicted = typical(rounds)
     assert case.job is not None
     seconds, tokens = case.seconds, case.job.training.tokens_per_sample or 1
     found = {
@@ -197,7 +213,7 @@ def _measured(row: Row, predictions: Predictions) -> dict[str, Any]:
     if predicted is None:
         return found
     return found | {
-        "step_error": predicted.seconds / seconds.median - 1,
+        "step_error": _step_error(case, rounds),
         "peak_error": predicted.peak / case.peak - 1,
     }
 
@@ -210,11 +226,18 @@ def _efficiency(row: Row, predictions: Predictions) -> dict[str, Any]:
     slower = ratios(row.case, row.base.case)
     found = Spread(1 / (slower.median * of), 1 / (slower.high * of), 1 / (slower.low * of))
     known: dict[str, Any] = {"efficiency": found.to_mapping(), "speedup": found.median * row.ranks}
-    own, base = predictions.get(row.case.name), predictions.get(row.base.case.name)
-    if own is not None and base is not None:
-        expected = base.seconds / (own.seconds * of)
+    pairs = zip(*(predictions.get(case.name, ()) for case in (row.case, row.base.case)), strict=True)
+    both = [base.seconds / (own.seconds * of) for own, base in pairs if own is not None and base is not None]
+    if both:
+        expected = statistics.median(both)
         known |= {"predicted_efficiency": expected, "efficiency_error": expected / found.median - 1}
     return known
+
+
+def _step_error(case: Case, rounds: Sequence[Predicted | None]) -> float:
+    """Predicted over measured, minus one: round by round, since the machine was measured beside the case."""
+    pairs = zip(rounds, case.turns, strict=False)
+    return statistics.median(each.seconds / turn.median for each, turn in pairs if each is not None) - 1
 
 
 def losses_of(table: ScaleTable) -> list[dict[str, Any]]:

@@ -110,15 +110,22 @@ class Case:
 
 
 def measure_in_turns(
-    cases: Sequence[Case], *, steps: int, rounds: int, say: Callable[[str, int, int], None] = lambda *_: None
+    cases: Sequence[Case],
+    *,
+    steps: int,
+    rounds: int,
+    say: Callable[[str, int, int], None] = lambda *_: None,
+    before_round: Callable[[], None] = lambda: None,
 ) -> None:
     """Measure all cases in turns, `steps` timed ones each. A case that fails gets its reason, and has no more turns.
 
-    `say` is called before each turn with the name of the case, the number of the turn and the number of all turns.
+    `say` is called before each turn with the name of the case, the number of the turn and the number of all turns;
+    `before_round` before the first turn of each round.
     """
     per_round = -(-steps // rounds)
     total = rounds * len(cases)
     for number in range(rounds):
+        before_round()
         for place, case in enumerate(cases if number % 2 == 0 else cases[::-1]):
             say(case.name, number * len(cases) + place, total)
             if case.job is None or case.reason:

@@ -55,7 +55,8 @@ def main(arguments: Sequence[str]) -> int:
 def _measure(options: Scale, recipe: Recipe, nproc: tuple[int, ...], plans: tuple[str, ...]) -> dict[str, Any]:
     from shoal.bench.training import scale
     from shoal.bench.training.cases import Ranks
-    from shoal.bench.training.machine import Machine, cluster_for_bench, cluster_mapping
+    from shoal.bench.training.machine import CALIBRATION_SECONDS, CalibrationTurns, Machine, cluster_mapping
+    from shoal.predict.cluster_parser import parse_cluster
 
     machine, device = Machine(), device_of(recipe, nproc)
     threads = recipe.launch.threads or max(1, whole_cores() // max(nproc))
@@ -65,13 +66,17 @@ def _measure(options: Scale, recipe: Recipe, nproc: tuple[int, ...], plans: tupl
     table = scale.table_of(recipe, request)
     most = max((each for each in ranks.nproc if not ranks.shared(each)), default=1)
 
-    cluster = cluster_for_bench(options.cluster, ranks=most, threads=threads, device=device, say=note)
+    if options.cluster is not None:
+        turns = CalibrationTurns.named(parse_cluster(options.cluster), options.rounds)
+    else:
+        note(f"this machine is measured in every round, {CALIBRATION_SECONDS:.0f} s in all; --cluster names another")
+        turns = CalibrationTurns(most, threads, device, recipe.plan.precision, options.rounds)
     with progress(quiet=options.json) as say:
-        scale.measure_scale(table, say)
+        scale.measure_scale(table, say, turns)
     return {
         "benchmark": "scale",
         **recipe_mapping(recipe, options.recipe),
         **machine.to_mapping(),
-        "cluster": cluster_mapping(cluster),
-        **scale.to_mapping(table, cluster),
+        "cluster": cluster_mapping(turns.clusters[0]),
+        **scale.to_mapping(table, turns.clusters),
     }

@@ -65,10 +65,28 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         predicted = memory.get("predicted", {})
         beside = f", {predicted['total'] / 2**20:,.0f} MiB predicted" if predicted else ""
         yield f"memory    {memory['measured_peak'] / 2**20:,.0f} MiB at the peak of rank 0{beside}"
+    yield from _gpu(found)
     if operators := found.get("operators"):
         yield "operators " + ", ".join(f"{each['operator']} {each['fraction']:.0%}" for each in operators[:5])
     if found["trace"]:
         yield f"trace     {found['trace']}, for https://ui.perfetto.dev"
+
+
+def _gpu(found: Mapping[str, Any]) -> Iterator[str]:
+    """How the GPU of rank 0 is used."""
+    gpu = found.get("gpu")
+    if not gpu:
+        return
+    mfu = f", {gpu['mfu']:.1%} of the peak FLOPs" if gpu["mfu"] is not None else ""
+    busy, count = _ms(gpu["busy_seconds"]), gpu["kernels_per_step"]
+    yield f"GPU       kernels run {gpu['utilization']:.1%} of a step ({busy}, {count:,.0f} kernels){mfu}"
+    if "clock_mhz" in gpu:
+        power = f", {gpu['power_watts']:.0f} W of {gpu['power_watts_limit']:.0f}" if "power_watts" in gpu else ""
+        yield f"clock     {gpu['clock_mhz']:.0f} MHz of {gpu['clock_mhz_max']:.0f}{power}"
+    if gpu["communication_seconds"]:
+        sent, seen = gpu["communication_seconds"], gpu["exposed_seconds"]
+        yield f"NCCL      {_ms(sent)} of a step, {1 - seen / sent:.0%} of it beside other kernels"
+    yield "kernels   " + ", ".join(f"{each['kernel']} {each['fraction']:.0%}" for each in gpu["kernels"][:5])
 
 
 def spoken(name: str) -> str:

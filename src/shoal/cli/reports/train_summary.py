@@ -46,6 +46,7 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("data wait", f"{summary['data_wait_fraction']:.1%} of the time, measured"),
         *_gradient_sync(summary),
+        *_axes(summary),
         *_straggler(summary),
         ("memory, measured", f"{summary['memory_gib_max']:.2f} GiB peak, largest over ranks"),
         (
@@ -97,6 +98,16 @@ def _gradient_sync(summary: dict[str, Any]) -> list[tuple[str, str]]:
         f" measured; {summary['comm_bytes'] / 1e6:,.3f} MB a step from rank 0, counted"
     )
     return [("gradient sync", text)]
+
+
+def _axes(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """A row about the communication of each axis; that of replicas has a row of its own."""
+    every = summary.get("comm_axes", {})
+    found = {axis: each for axis, each in every.items() if axis != "dp_replicate" or not _gradient_sync(summary)}
+    words = (
+        f"{axis} {each['fraction']:.1%}, {each['overlap_fraction']:.0%} of it hidden" for axis, each in found.items()
+    )
+    return [("communication", f"{'; '.join(words)}: of the time, measured")] if found else []
 
 
 def _times(number: int, thing: str) -> str:

@@ -8,7 +8,8 @@ The time of a part is its own: without the parts inside it. So the parts of a st
 names is `other`. A step begins where the one before it ends. Times are of CLOCK_MONOTONIC, which the processes of one
 host share, so that ranks can be compared.
 
-Only the thread that has started the timer is timed. Without a timer a part costs one look at an attribute.
+Only the thread that has started the timer is timed. Without a timer a part costs one look at an attribute. On a GPU,
+`stream_timer` puts marks into the stream in place of looks at a clock.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 T = TypeVar("T")
 
 OTHER = "other"
 """The time of a step that no part names."""
+SAVE = "save"
+"""The part in which ranks save; waits inside of it are part of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,10 +63,19 @@ class Step:
 class PartTimer:
     """The timer of one thread."""
 
+    is_of_host: ClassVar[bool] = True
+    """Whether times are those of the host, as they are taken."""
+
     clock: Callable[[], int] = time.monotonic_ns
     steps: list[Step] = field(default_factory=list)
     entered: dict[str, int] = field(default_factory=dict)
     """Collective or message → when this rank entered it. Other threads enter collectives, too."""
+    ended: dict[str, int] = field(default_factory=dict)
+    """Collective → when it was over, where that is known."""
+    is_sample: bool = False
+    """Whether it times one step of many, and no profile is being made."""
+    on_close: Callable[[str], None] | None = None
+    """Called with the name of every part that ends, before its time is taken."""
 
     def __post_init__(self) -> None:
         self.thread = threading.get_ident()
@@ -89,6 +101,10 @@ class PartTimer:
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
+    def is_timed_here(self) -> bool:
+        """Whether the parts of this thread are timed."""
+        return threading.get_ident() == self.thread
+
     def open(self, span: Span) -> None:
         """Begin a part inside the one that is open."""
         self._stack.append(span)
@@ -97,6 +113,8 @@ class PartTimer:
         """End a part, and those inside it that an exception or a generator has left open."""
         if span.end:  # its step has ended
             return
+        if self.on_close is not None and not span.is_wait:
+            self.on_close(span.name)
         now = self.clock()
         while self._stack and not span.end:
             self._close(now)
@@ -117,10 +135,22 @@ class PartTimer:
 
     def enter(self, channel: str) -> str:
         """Note that this rank enters the next collective of a channel; returns its key, the same on every rank."""
-        number = self._counts[channel] = self._counts.get(channel, 0) + 1
-        key = f"{channel}|{number}"
+        key = self._next_key(channel)
         self.entered[key] = self.clock()
         return key
+
+    def enter_on_host(self, channel: str) -> str:
+        """The same of an exchange that the host makes, whatever a GPU does meanwhile."""
+        key = self._next_key(channel)
+        self.entered[key] = self.clock()
+        return key
+
+    def resolve(self) -> None:
+        """Make all times nanoseconds, after the last step. On a CPU they are."""
+
+    def _next_key(self, channel: str) -> str:
+        number = self._counts[channel] = self._counts.get(channel, 0) + 1
+        return f"{channel}|{number}"
 
     def _close(self, now: int) -> None:
         span = self._stack.pop()
@@ -171,21 +201,21 @@ def part(name: str) -> AbstractContextManager[None]:
     timer = current.timer
     if timer is None:
         return NOTHING
-    return _Timed(timer, name) if threading.get_ident() == timer.thread else NOTHING
+    return _Timed(timer, name) if timer.is_timed_here() else NOTHING
 
 
 def waiting(axis: str, key: str | None) -> AbstractContextManager[None]:
-    """Time a wait for other ranks, if a timer runs in this thread."""
+    """Time a wait for other ranks, if a timer runs in this thread. Ranks that save together wait for a disk."""
     timer = current.timer
-    if timer is None:
+    if timer is None or timer.is_inside(SAVE):
         return NOTHING
-    return _TimedWait(timer, axis, key) if threading.get_ident() == timer.thread else NOTHING
+    return _TimedWait(timer, axis, key) if timer.is_timed_here() else NOTHING
 
 
 def enter(channel: str) -> str | None:
-    """Note that this rank enters the next collective of a channel, in any thread; returns its key."""
+    """Note that the host enters the next exchange of a channel, in any thread; returns its key."""
     timer = current.timer
-    return None if timer is None else timer.enter(channel)
+    return None if timer is None else timer.enter_on_host(channel)
 
 
 def timed_items(name: str, items: Iterable[T]) -> Iterator[T]:

@@ -14,11 +14,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
-from shoal.comm.profile.timer import current, waiting
+from shoal.comm.profile.stream_waits import StreamWaits
+from shoal.comm.profile.timer import PartTimer, current, waiting
 
 COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_coalesced"),
@@ -32,19 +34,24 @@ Works = weakref.WeakKeyDictionary[Any, tuple[str, str]]
 """What was started and is waited for later → its axis and key."""
 WORLD = "world"
 """The axis of messages between all ranks: losses, counts and norms."""
+OTHER_GROUP = "other group"
+"""The axis of a group that is none of the layout's."""
 
 
 def watch_waits() -> Callable[[], None]:
     """Replace the methods; returns a function that restores them."""
     works: Works = weakref.WeakKeyDictionary()
+    streams = StreamWaits()
     kinds = ((dist.ProcessGroup, (*COLLECTIVES, *MESSAGES)), (dist.Work, ("wait",)))
     # `vars`, not getattr: of a method in C++ that would be a function without its instance, which cannot be put back.
     before = [(kind, name, vars(kind)[name]) for kind, names in kinds for name in names if name in vars(kind)]
     for kind, name, _ in before:
         method = getattr(kind, name)
-        setattr(kind, name, _timed(method, works) if name == "wait" else _noting(method, name, works))
+        setattr(kind, name, _timed(method, works) if name == "wait" else _noting(method, name, works, streams))
+    restore_streams = streams.watch()
 
     def restore() -> None:
+        restore_streams()
         for kind, name, method in before:
             setattr(kind, name, method)
 
@@ -63,7 +70,7 @@ def _timed(wait: Any, works: Works) -> Any:
     return call
 
 
-def _noting(method: Any, name: str, works: Works) -> Any:
+def _noting(method: Any, name: str, works: Works, streams: StreamWaits) -> Any:
     """The method, with a note of the collective that it starts."""
 
     @functools.wraps(method)
@@ -75,11 +82,25 @@ def _noting(method: Any, name: str, works: Works) -> Any:
         axis = axis_of(group)
         with waiting(axis, key):  # some backends wait here
             work = method(group, *arguments, **options)
+        streams.note(axis, key)
         if isinstance(work, dist.Work):
             works[work] = axis, key
+            _note_end(work, name, timer, key)
         return work
 
     return call
+
+
+def _note_end(work: dist.Work, name: str, timer: PartTimer, key: str) -> None:
+    """Note when a collective is over, by gloo's own thread. Messages do not say it, and streams do not either."""
+    if name in MESSAGES or not timer.is_of_host:
+        return
+
+    def note(_: Any) -> None:
+        timer.ended[key] = timer.clock()
+
+    with suppress(RuntimeError, NotImplementedError):  # a backend that has no futures
+        work.get_future().add_done_callback(note)
 
 
 def _channel(group: dist.ProcessGroup, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
@@ -94,4 +115,4 @@ def _channel(group: dist.ProcessGroup, name: str, arguments: tuple[Any, ...], op
 
 def axis_of(group: dist.ProcessGroup) -> str:
     """The axis of the layout that a group is made for."""
-    return {"default_pg": WORLD, "undefined": "other group", "": "other group"}.get(group.group_desc, group.group_desc)
+    return {"default_pg": WORLD, "undefined": OTHER_GROUP, "": OTHER_GROUP}.get(group.group_desc, group.group_desc)

@@ -46,6 +46,7 @@ def check_settings(
         *check_packages(recipe),
         *check_durations(recipe),
         *check_replay(recipe, recipe.plan.fill(world_size).with_layout()),
+        *check_loss_mean(recipe.optim.loss_mean, recipe.plan),
     ]
 
 
@@ -116,6 +117,13 @@ def check_replay(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
             f"check_compute needs ranks that compute alone and hold the whole model, and the plan is {plan.brief()}",
             "--run.check_compute 0step; --run.check_replicas 100step compares copies under every plan",
         )
+
+
+def check_loss_mean(loss_mean: str, plan: Plan) -> Iterator[Problem]:
+    """Find means of microbatches where a rank has only a part of the tokens that one of them is over."""
+    if loss_mean == "microbatch" and (plan.cp or 1) > 1:
+        what = f"loss_mean microbatch averages means over whole sequences, and cp={plan.cp} divides them"
+        yield Problem("E017", what, "--optim.loss_mean global, or --plan.cp 1")
 
 
 def no_common_average(plan: Plan) -> Problem:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.data.sources.chat.turns import KINDS
 from shoal.data.sources.files import JSONL_ENDINGS, TEXT_ENDINGS, files_under, megabytes, read_bytes
 from shoal.errors import ShoalError, nearest
 
@@ -78,18 +79,25 @@ def _text_of(line: bytes, field: str, where: str) -> bytes:
         what = f"{where} must be a JSON object, got a {type(row).__name__}"
         raise ShoalError(what, fix='lines such as {"text": "..."}', code="D017")
     if field not in row:
-        keys = sorted(key for key, value in row.items() if isinstance(value, str))
-        meant = nearest(field, keys) or next(iter(keys), "KEY")
-        raise ShoalError(
-            f"{where} has no key {field!r}; its text keys are: {', '.join(keys) or 'none'}",
-            fix=f"--data.text_field {meant}",
-            code="D018",
-        )
+        raise _without_text(row, field, where)
     if not isinstance(row[field], str):
         what = f"{where}: {field!r} must be text, got {type(row[field]).__name__}"
         raise ShoalError(what, fix="--data.text_field KEY", code="D019")
     text: str = row[field]
     return text.encode("utf-8", errors="replace")
+
+
+def _without_text(row: dict[str, object], field: str, where: str) -> ShoalError:
+    """The error of a row without the text key: a key of another name, or a misspelt one of fine-tuning."""
+    keys = sorted(key for key, value in row.items() if isinstance(value, str))
+    misspelt = {key: meant for key in row if (meant := nearest(key, sorted(set().union(*KINDS))))}
+    fixes = [f"--data.text_field {nearest(field, keys) or next(iter(keys), 'KEY')}"] if keys else []
+    fixes += [f"the key {meant!r} instead of {key!r}" for key, meant in misspelt.items() if key != meant]
+    return ShoalError(
+        f"{where} has no key {field!r}; its text keys are: {', '.join(keys) or 'none'}",
+        fix=", or ".join(fixes) or 'lines such as {"text": "..."}',
+        code="D018",
+    )
 
 
 def _read_all(files: list[Path]) -> list[bytes]:

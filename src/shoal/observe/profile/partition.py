@@ -52,6 +52,8 @@ class RankParts:
     @property
     def delay(self) -> float | None:
         """The fraction of the time in which it could have run and had no core; None: it is not known."""
+        if self.record.device != "cpu":  # its steps are those of a stream
+            return None
         delays = [step.delay for step in self.record.steps if step.delay is not None]
         return sum(delays) / 1e9 / sum(self.seconds) if delays and len(delays) == len(self.seconds) else None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.observe.durable_write import write_whole
+from shoal.observe.profile.kernels import Kernel
 from shoal.observe.profile.partition import RankParts, axis_of, in_order, mean, partition
 from shoal.observe.profile.record import RankRecord
 from shoal.observe.profile.trace import write_trace
@@ -25,6 +26,7 @@ FIXES = {
     "saving": "run.save(..., wait=False), or less often",
     "jitter": "top -H while it runs: other programs on this host",
     "cores": "top, to find other programs; or Run(threads=1), or fewer ranks on this host",
+    "idle": "a larger microbatch, or compile=True: fewer and larger kernels",
 }
 """What a script changes, by the kind of the verdict."""
 
@@ -39,7 +41,9 @@ class Profile:
     predicted: Mapping[str, float] = field(default_factory=dict)
     """Part → predicted seconds of a step; empty: not predicted."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Operators and memory, as JSON values."""
+    """Operators, memory and the use of the GPU, as JSON values."""
+    kernels: Sequence[Kernel] = ()
+    """Kernels of further steps of the GPU of rank 0, for the trace."""
 
     @classmethod
     def of(
@@ -50,10 +54,17 @@ class Profile:
         fix: Callable[[Verdict], str] = lambda verdict: FIXES[verdict.kind],
         predicted: Mapping[str, float] | None = None,
         more: Mapping[str, Any] | None = None,
+        kernels: Sequence[Kernel] = (),
+        gpu: Callable[[float], Mapping[str, Any]] | None = None,
     ) -> Profile:
-        """The profile of what all ranks have recorded."""
+        """The profile of what all ranks have recorded. `gpu`: the use of the GPU in a step of some seconds."""
         ranks = partition(records)
-        return cls(ranks, judge(ranks, fix, predicted or {}), plan, predicted or {}, more or {})
+        found = dict(more or {})
+        if gpu is not None:
+            found["gpu"] = dict(gpu(statistics.fmean(seconds for rank in ranks for seconds in rank.seconds)))
+        used = found.get("gpu", {}).get("utilization")
+        verdict = judge(ranks, fix, predicted or {}, utilization=used)
+        return cls(ranks, verdict, plan, predicted or {}, found, kernels)
 
     @property
     def parts(self) -> dict[str, float]:
@@ -92,7 +103,7 @@ class Profile:
 
     def write_trace(self, path: str | Path) -> None:
         """Write a trace that https://ui.perfetto.dev opens: one process per rank."""
-        write_trace(Path(path), [rank.record for rank in self.ranks])
+        write_trace(Path(path), [rank.record for rank in self.ranks], self.kernels)
 
     def _predicted(self, name: str) -> float | None:
         return self.predicted.get(name) if self.predicted else None

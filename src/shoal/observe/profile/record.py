@@ -24,12 +24,14 @@ class RankRecord:
     steps: list[Step]
     entered: Mapping[str, int]
     """Collective or message → when it was entered, in ns."""
+    device: str = "cpu"
+    """The kind of device whose time the spans divide: the main thread of a CPU, or a stream of a GPU."""
 
     def to_mapping(self) -> dict[str, Any]:
         """As plain data."""
         return {
             "rank": self.rank, "host": self.host, "place": dict(self.place), "threads": self.threads,
-            "cores": self.cores, "entered": dict(self.entered),
+            "cores": self.cores, "entered": dict(self.entered), "device": self.device,
             "steps": [{"delay": step.delay, "spans": [_to_list(span) for span in step.spans]} for step in self.steps],
         }  # fmt: skip
 

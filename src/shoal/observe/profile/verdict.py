@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shoal.comm.profile.timer import SAVE
 from shoal.observe.profile.partition import BUBBLE, LATE, WHOLE, WIRE, RankParts, axis_of, mean
 
 NOTED = 0.1
 """Fraction of a step: a smaller cost is no verdict. An assumption, as `arrivals.WARN`."""
+COMPUTING = ("forward", "backward", "recompute", "optimizer", "other")
+"""Parts in which nothing is waited for."""
 JITTER = 1.3
 """95th over 50th percentile of the time of a step. An assumption."""
 
@@ -29,6 +32,7 @@ TITLES = {
     "saving": "saving checkpoints",
     "jitter": "jitter",
     "cores": "oversubscribed cores",
+    "idle": "GPU idle between kernels",
 }
 
 
@@ -59,13 +63,19 @@ class Verdict:
 
 
 def judge(
-    ranks: Sequence[RankParts], fix: Callable[[Verdict], str], predicted: Mapping[str, float] | None = None
+    ranks: Sequence[RankParts],
+    fix: Callable[[Verdict], str],
+    predicted: Mapping[str, float] | None = None,
+    *,
+    utilization: float | None = None,
 ) -> Verdict:
-    """The verdict. `fix` says what to type; `predicted` has seconds of a step, by part."""
+    """The verdict. `fix` says what to type; `predicted` has seconds of a step, by part; `utilization` is the fraction
+    of a step in which a kernel runs on the GPU."""
     parts = mean(ranks)
     step = sum(parts.values())
     shares = {name: seconds / step for name, seconds in parts.items()}
-    found = max(_candidates(ranks, shares), key=lambda each: each.cost, default=None)
+    causes = [*_candidates(ranks, shares), *_idle(shares, utilization)]
+    found = max(causes, key=lambda each: each.cost, default=None)
     jitter = _jitter(ranks)
     if found is None or found.cost < NOTED:
         found = jitter or _compute(shares)
@@ -86,13 +96,23 @@ def _candidates(ranks: Sequence[RankParts], shares: Mapping[str, float]) -> Iter
         ("data", "data", "of a step is spent waiting for batches"),
         (BUBBLE, BUBBLE, "of a step the stages of the pipeline wait for each other"),
         ("recompute", "recompute", "of a step computes activations a second time"),
-        ("save", "saving", "of a step is spent saving"),
+        (SAVE, "saving", "of a step is spent saving"),
     ):
         share = shares.get(name, 0.0)
         yield Verdict(kind=kind, cost=share, evidence=f"{share:.0%} {words}")
     yield from _links(shares)
     yield from _late(ranks)
     yield from _cores(ranks)
+
+
+def _idle(shares: Mapping[str, float], utilization: float | None) -> Iterator[Verdict]:
+    """The time of a GPU in which no kernel runs, while it computes as far as the parts say."""
+    if utilization is None:
+        return
+    computing = sum(shares.get(name, 0.0) for name in COMPUTING)
+    cost = max(0.0, computing - utilization)
+    evidence = f"kernels run {utilization:.0%} of a step, and forward, backward and update take {computing:.0%}"
+    yield Verdict(kind="idle", cost=cost, evidence=f"{evidence}: the main thread queues kernels too slowly")
 
 
 def _links(shares: Mapping[str, float]) -> Iterator[Verdict]:
@@ -120,27 +140,32 @@ def _late(ranks: Sequence[RankParts]) -> Iterator[Verdict]:
         return
     (cost, slowest), *others = ordered
     if not others or cost > 2 * others[0][0]:
-        evidence = f"the other ranks wait {cost:.0%} of a step for rank {slowest}{_excess(ranks, slowest)}"
+        part, more = _excess(ranks, slowest)
+        which = f", which spends {more * 1e3:.0f} ms more in {part}" if more > 0 else ""
+        evidence = f"the other ranks wait {cost:.0%} of a step for rank {slowest}{which}"
+        if part == SAVE and more > 0:
+            yield Verdict(kind="saving", cost=cost, evidence=evidence)
+            return
         yield Verdict(kind="straggler", rank=slowest, cost=cost, evidence=evidence)
     else:
         together = sum(cost for cost, _ in ordered)
         yield Verdict(kind="jitter", cost=together, evidence=f"ranks are late in turns, {together:.0%} of a step")
 
 
-def _excess(ranks: Sequence[RankParts], slowest: int) -> str:
-    """The part in which a rank spends more than the others: `, which spends 210 ms more in data`."""
+def _excess(ranks: Sequence[RankParts], slowest: int) -> tuple[str, float]:
+    """The part in which a rank spends more than the others, and how many seconds of a step more."""
     own = next(rank for rank in ranks if rank.record.rank == slowest)
     others = mean([rank for rank in ranks if rank is not own])
     more = {
         name: seconds - others.get(name, 0.0) for name, seconds in mean([own]).items() if not name.endswith(f".{LATE}")
     }
     name = max(more, key=lambda each: more[each])
-    return f", which spends {more[name] * 1e3:.0f} ms more in {name}" if more[name] > 0 else ""
+    return name, more[name]
 
 
 def _cores(ranks: Sequence[RankParts]) -> Iterator[Verdict]:
     """Threads that wait for a core, by the kernel's own count."""
-    for host in sorted({rank.record.host for rank in ranks}):
+    for host in sorted({rank.record.host for rank in ranks if rank.record.device == "cpu"}):
         here = [rank for rank in ranks if rank.record.host == host]
         delays = [rank.delay for rank in here if rank.delay is not None]
         threads, cores = sum(rank.record.threads for rank in here), here[0].record.cores
@@ -155,7 +180,7 @@ def _cores(ranks: Sequence[RankParts]) -> Iterator[Verdict]:
 def _jitter(ranks: Sequence[RankParts]) -> Verdict | None:
     """Steps of different length, without the time of saves."""
     each = [
-        [seconds - step.get("save", 0.0) for seconds, step in zip(rank.seconds, rank.steps, strict=True)]
+        [seconds - step.get(SAVE, 0.0) for seconds, step in zip(rank.seconds, rank.steps, strict=True)]
         for rank in ranks
     ]
     steps = sorted(statistics.fmean(of_step) for of_step in zip(*each, strict=True))

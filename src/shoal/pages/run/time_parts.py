@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shoal.pages.run.metrics_table import MetricsTable, are_finite
+from shoal.pages.run.metrics_table import AXES, MetricsTable, are_finite
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class TimeParts:
     data: float
     """Waiting for data."""
     comm: float | None
-    """Communication between replicas that nothing hides; None: it was not timed."""
+    """Communication that nothing hides; None: it was not timed."""
     comm_hidden: float | None
     """Communication beside computation, which costs no time of its own."""
     first: int = 0
@@ -49,15 +49,31 @@ def time_parts(table: MetricsTable, start: int, stop: int) -> TimeParts | None:
 
 def _communication(table: MetricsTable, start: int, stop: int, mean: float) -> tuple[float | None, float | None]:
     """The exposed and the hidden fraction: not every step is timed, so means are compared."""
-    if "comm_seconds" not in table.columns:
+    every = [_seconds(table, f"_{axis}", start, stop) for axis in AXES]
+    if not any(every):  # an older run: that of replicas alone
+        every = [_seconds(table, "", start, stop)]
+    known = [each for each in every if each is not None]
+    if not known:
         return None, None
-    columns = table.column("comm_seconds")[start:stop], table.column("comm_overlap_fraction")[start:stop]
+    seconds, exposed = (sum(column) for column in zip(*known, strict=True))
+    return min(1.0, exposed / mean), min(1.0, (seconds - exposed) / mean)
+
+
+def _seconds(table: MetricsTable, axis: str, start: int, stop: int) -> tuple[float, float] | None:
+    """Seconds of a step in which an axis communicates, and those that nothing hides; None: none was timed."""
+    if f"comm_seconds{axis}" not in table.columns:
+        return None
+    columns = table.column(f"comm_seconds{axis}")[start:stop], table.column(f"comm_overlap_fraction{axis}")[start:stop]
     pairs = [(s, o) for s, o in zip(*columns, strict=True) if 0 <= s < math.inf and 0 <= o <= 1]
     if not pairs:
-        return None, None
-    seconds = sum(s for s, _ in pairs) / len(pairs)
-    exposed = sum(s * (1 - o) for s, o in pairs) / len(pairs)
-    return min(1.0, exposed / mean), min(1.0, (seconds - exposed) / mean)
+        return None
+    return sum(s for s, _ in pairs) / len(pairs), sum(s * (1 - o) for s, o in pairs) / len(pairs)
+
+
+def hidden_by_axis(table: MetricsTable) -> dict[str, tuple[float, float]]:
+    """Axis → seconds of a step in which it communicates, and the hidden fraction of them, without the first fifth."""
+    every = {axis: _seconds(table, f"_{axis}", table.warmup, len(table.steps)) for axis in AXES}
+    return {axis: (each[0], 1 - each[1] / each[0]) for axis, each in every.items() if each is not None and each[0] > 0}
 
 
 def whole_run(table: MetricsTable) -> TimeParts | None:

@@ -8,7 +8,7 @@ import statistics
 from shoal.pages.html import section, text
 from shoal.pages.run.metrics_table import number
 from shoal.pages.run.read_run import RunRecord
-from shoal.pages.run.time_parts import TimeParts, over_time, whole_run
+from shoal.pages.run.time_parts import TimeParts, hidden_by_axis, over_time, whole_run
 from shoal.pages.svg import heat_map, stacked_bar, stacked_columns
 from shoal.pages.words import duration, percent
 
@@ -29,6 +29,9 @@ def time_spent(run: RunRecord) -> str:
     hidden = ""
     if parts.comm_hidden is not None:
         hidden = f"Communication beside computation, which costs no time of its own: {percent(parts.comm_hidden)}."
+        if by_axis := hidden_by_axis(run.metrics):
+            words = (f"{axis} {percent(part)} of {duration(seconds)}" for axis, (seconds, part) in by_axis.items())
+            hidden += f" Hidden by axis: {', '.join(words)} a step."
     elif run.layout is not None and run.layout.world_size > 1:
         hidden = "Communication was not timed under this plan: it is part of computation and other."
     note = f"Measured on rank 0 over steps {parts.first:,} to {parts.last:,}, without the first fifth. {hidden}"

@@ -110,7 +110,7 @@ class DDPSync(GradientSync):
         module = self.module
         if module.device_type != "cpu":
             return None  # the timers of a GPU would have to be waited for
-        is_profiled = current.timer is not None
+        is_profiled = current.timer is not None and not current.timer.is_sample
         numbers = (
             _timers(module) if is_profiled or _is_timed(step) else None
         )  # before the rate: torch asks it here, too

@@ -38,12 +38,18 @@ from shoal.predict.framework_profile import FrameworkProfile
 from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.workload import Workload
 
-HOST_LINK = 25e9
-"""Bytes/s between device and host, where states are offloaded. An assumption: below the 32 GB/s a direction of the
-datasheet of PCIe 4. No offloaded run was timed on a GPU. It changes the cause `offload` alone."""
-OFFLOADED = 16
-"""Bytes of one parameter that cross that link in a step: as many as weight and gradient in float32, there and back. An
-assumption, as above."""
+HOST_UPDATE = 3.5e9
+"""Parameters/s that AdamW updates in host memory while gradients and weights are copied beside it: 2.31 s for 8.03 B,
+by 16 cores for one H200 (benchmarks/results/offload_nvidia-h200_2026-11-18.md). Other hosts differ; none was timed."""
+HOST_LINK = 55e9
+"""Bytes/s between device and host in one direction, of the same result. It matters for `offload=parameters`."""
+STREAMED = 12
+"""Bytes of one parameter that cross the link for each microbatch of `offload=parameters`, in float32: its weight for
+the forward and for the backward, and its gradient. No such run was timed."""
+DISK = 2e9
+"""Bytes/s that a disk reads while it writes as many. An assumption, of an NVMe disk; no other was timed."""
+IN_FILES = 8
+"""Bytes of the states of one parameter in files, which are read and written in a step."""
 LAUNCH = 8e-6
 """Seconds that the host needs for one kernel of a traced model. An assumption: cost models of others take 5 to 7 µs. It
 changes steps whose kernels are that short; on a calibrated machine `host_factor` scales it."""
@@ -189,10 +195,23 @@ def _of_layers(step: StepContext) -> dict[str, float]:
         "pp": send * m * on.v,
         "bubble": _waits(step) * (sum(busy) - slowest + (on.pp - 1) * on.v * send),
         "dp": data_parallel(step, held, micro=slowest, backward=backward),
-        "optimizer": owned * profile.optimizer_traffic / (device.bandwidth * device.streaming),
-        "offload": owned * OFFLOADED / HOST_LINK if plan.offload != "none" else 0.0,
+        **_update(step, owned),
         "fixed": launched(profile, cluster) * profile.fixed * device.host_factor,
     }
+
+
+def _update(step: StepContext, owned: float) -> dict[str, float]:
+    """Seconds of the optimizer: on the device, or on the host with the copies of what is there."""
+    device = step.cluster.device
+    if step.plan.offload == "none" or device.is_host:
+        update = owned * step.profile.optimizer_traffic / (device.bandwidth * device.streaming)
+    else:
+        update = owned / HOST_UPDATE
+    if step.plan.offload_folder is not None:
+        update = max(update, owned * IN_FILES / DISK)
+    streamed = step.m * owned * STREAMED / HOST_LINK if step.plan.offload == "parameters" else 0.0
+    is_on_device = step.plan.offload == "none" or (device.is_host and step.plan.offload_folder is None)
+    return {"optimizer": update, "offload": 0.0} if is_on_device else {"optimizer": 0.0, "offload": update + streamed}
 
 
 def _waits(step: StepContext) -> float:
@@ -234,7 +253,6 @@ def _of_blocks(step: StepContext) -> dict[str, float]:
         "host": host * m,
         "bubble": _waits(step) * (on.pp - 1) * micro,
         "dp": data_parallel(step, held, micro=micro, backward=micro * 2 / 3),
-        "optimizer": owned * profile.optimizer_traffic / stream,
-        "offload": owned * OFFLOADED / HOST_LINK if plan.offload != "none" else 0.0,
+        **_update(step, owned),
         "fixed": launched(profile, cluster) * profile.fixed * device.host_factor,
     }

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shoal.comm.world import World
 from shoal.errors import ShoalError
+from shoal.numerics.precision import wide
 from shoal.train.loss.counting import Kind, Loss, are_alike, evidence_of
 from shoal.train.loss.objective import sum_from_mean
 from shoal.train.step.report import OpenStep
@@ -31,6 +32,9 @@ def take(step: OpenStep, loss: Tensor | Loss, number: int, *, weight: float, is_
     full global batch, and its mean is the loss."""
     if isinstance(loss, Tensor):
         return loss
+    if step.is_mean_of_means:  # the value counts as it is, and is divided by the weight later
+        mean = loss.value / loss.count_as(wide(loss.value.dtype)) if loss.kind is Kind.PAIR else loss.value
+        return sum_from_mean(mean, 0.0 if step.is_stand_in(number) else max(1.0, weight))
     if loss.is_nonlinear and not is_alone:
         raise ShoalError(
             "the loss function returned a root, a maximum, a product or the like, whose parts cannot be put together",

@@ -3,6 +3,8 @@
     s  loss sum of a microbatch      w  its weight: how many labels count      W  their number over the global batch
 
 Each backward starts from  s * degree / W.  Gradients are averaged over `degree` ranks, so the gradient is  Σ s / W.
+
+With `loss_mean="microbatch"` every microbatch counts the same: W is  w * M,  M the number of microbatches of all ranks.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ class GlobalLoss:
     def __init__(self, state: RunState) -> None:
         self.state = state
 
-    def factor(self, step: OpenStep) -> float:
-        """The factor of a microbatch's loss sum in the gradient."""
-        return self.state.gradient_degree / self.total_weight(step) * self.state.loss_scale.scale
+    def factor(self, step: OpenStep, number: int | None = None) -> float:
+        """The factor of a microbatch's loss sum in the gradient. `number` None: of the one at hand."""
+        return self.state.gradient_degree / self.total_weight(step, number) * self.state.loss_scale.scale
 
-    def total_weight(self, step: OpenStep) -> float:
+    def total_weight(self, step: OpenStep, number: int | None = None) -> float:
         """W. Every rank that sees the same samples has reported them once more."""
         total, num_samples, *signals = step.agreed.wait()
+        if step.is_mean_of_means:
+            total *= step.weight_of_mean(number)
         self.state.agreed = dict(zip(step.signals, signals, strict=True))
         if total == 0 and self._is_estimated(step):
             total = num_samples
@@ -69,6 +73,8 @@ class GlobalLoss:
         """Whether gradients are still to be divided by what the forwards have counted; the same on every rank. Raise if
         the losses of microbatches and ranks cannot be put together."""
         state = self.state
+        if step.is_mean_of_means:
+            return False
         is_in_pipeline = state.composed.pipeline is not None  # of which only last stages have seen a loss
         is_counted = isinstance(state.objective, MeanOf) if is_in_pipeline else bool(step.kinds)
         kind = agree_on_kind(step, state.world) if is_counted else None

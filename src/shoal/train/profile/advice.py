@@ -22,6 +22,7 @@ from shoal.train.run import Run
 
 TO_TYPE = {
     "compute": "nothing to change: the time is the model's own arithmetic; more ranks, or --run.compile true",
+    "idle": "--run.compile true, or a larger --plan.mb: fewer and larger kernels",
     "data": "--data.workers 4, or data on a faster disk",
     "bubble": "--plan.mb 1, or another size that gives more microbatches",
     "recompute": "--plan.recompute selective, or none, if memory allows",

@@ -7,15 +7,17 @@ step   1   2 │ 3 │ 4   5   6   7   8 │ 9   10
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.config.recipe import Recipe
+from shoal.observe.profile.kernels import Kernel, gpu_use
 from shoal.observe.profile.profile import Profile
 from shoal.train.profile.advice import Advice
 from shoal.train.profile.operators import OperatorTrace
-from shoal.train.profile.profiler import Profiler, reject_gpu
+from shoal.train.profile.profiler import Profiler, reject_device
+from shoal.train.profile.sensors import Sensors
 from shoal.train.run import Run
 
 FIRST, WARMUP, TRACED = 2, 1, 2
@@ -39,7 +41,10 @@ class RecipeProfile:
         note: Callable[[str], None],
         *,
         is_only: bool = False,
+        mfu: Callable[[float], float | None] = lambda seconds: None,
     ) -> None:
+        self.mfu = mfu
+        """Seconds of a step → the utilization of its FLOPs; None: not known."""
         self.run, self.recipe, self.steps, self.directory, self.note = run, recipe, steps, directory, note
         self.is_only = is_only
         """Whether the run exists for its profile."""
@@ -47,12 +52,15 @@ class RecipeProfile:
         self._profiler: Profiler | None = None
         self._operators: OperatorTrace | None = None
         self._result: dict[str, Any] | None = None
+        self._sensors: Sensors | None = None
 
     def begin(self) -> None:
         """Count the steps of the run from now on."""
         if self.steps:
-            reject_gpu(self.run)
+            reject_device(self.run)
             self.run.after_update = self._after_update
+            if self.run.device.type == "cuda" and self.run.is_main:
+                self._sensors = Sensors(self.run.device)
 
     def finish(self) -> None:
         """End a profile that the end of the run has cut short. Every rank calls it."""
@@ -69,6 +77,8 @@ class RecipeProfile:
             self._profiler.stop()
         if self._operators is not None:
             self._operators.stop()
+        if self._sensors is not None:
+            self._sensors.stop()
 
     def summary(self) -> dict[str, Any]:
         """The profile, for the summary of the run; empty: there was none."""
@@ -82,7 +92,7 @@ class RecipeProfile:
         elif self._made == FIRST + WARMUP + self.steps:
             assert self._profiler is not None
             self._profiler.stop()
-            self._operators = OperatorTrace.begin() if self.run.is_main else None
+            self._operators = OperatorTrace.begin(self.run.device) if self.run.is_main else None
         elif self._made == steps_needed(self.steps):
             self._report()
             self.run.after_update = None
@@ -93,13 +103,38 @@ class RecipeProfile:
         if not self.run.is_main:
             self._result = self._profiler.finish().to_mapping()
             return
-        advice = Advice(self.recipe)
-        more = {"memory": advice.memory(self.run), **(self._operators.end() if self._operators is not None else {})}
-        found = self._profiler.finish(fix=advice.fix, predicted=advice.predicted, more=more)
+        advice, trace = Advice(self.recipe), self._operators
+        memory = {**advice.memory(self.run), "over_time": self._profiler.memory.readings}
+        more = {"memory": memory, **(trace.operators() if trace is not None else {})}
+        is_traced = trace is not None and self._sensors is not None and self._traced > 0
+        kernels = trace.kernels() if trace is not None and is_traced else []
+        found = self._profiler.finish(
+            fix=advice.fix,
+            predicted=advice.predicted,
+            more=more,
+            kernels=kernels,
+            gpu=(lambda seconds: self._gpu(seconds, kernels)) if kernels else None,
+        )
         self._result = found.to_mapping()
         self._write(found)
         if not self.is_only:  # else the command prints it
             self.note(f"profile: {found.verdict.title}: {found.verdict.evidence}\n         next: {found.verdict.next}")
+
+    @property
+    def _traced(self) -> int:
+        """Steps of torch's profiler so far; a run may end in the midst of them."""
+        return self._made - FIRST - WARMUP - self.steps
+
+    def _gpu(self, seconds: float, kernels: Sequence[Kernel]) -> dict[str, Any]:
+        """How the GPU of this rank is used in a step of some seconds."""
+        assert self._operators is not None
+        assert self._sensors is not None
+        return {
+            **gpu_use(kernels, steps=self._traced, step_seconds=seconds),
+            "mfu": self.mfu(seconds),
+            "traced_step_seconds": self._operators.seconds / self._traced,
+            **self._sensors.stop(),
+        }
 
     def _write(self, found: Profile) -> None:
         """Write both files, or report why not: a full disk does not end a run."""

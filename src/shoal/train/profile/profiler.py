@@ -12,7 +12,7 @@ at the `with`, and fills caches.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,13 +20,17 @@ from typing import Any
 import torch
 
 from shoal.affinity import num_cores
+from shoal.comm.profile.axis_overlap import by_axis
+from shoal.comm.profile.stream_timer import StreamTimer
 from shoal.comm.profile.timer import PartTimer, current, part
 from shoal.comm.profile.waits import watch_waits
 from shoal.comm.replicas.overlap import Overlap
 from shoal.errors import ShoalError
+from shoal.observe.profile.kernels import Kernel
 from shoal.observe.profile.profile import FIXES, Profile
 from shoal.observe.profile.record import RankRecord
 from shoal.observe.profile.verdict import Verdict
+from shoal.train.profile.memory_over_time import MemoryOverTime
 from shoal.train.run import Run
 
 
@@ -59,12 +63,13 @@ class Profiler:
 
     def start(self, then: Callable[[], None] | None = None) -> None:
         """Begin to time. Every rank calls it, between two steps. `then` is called after every step."""
-        reject_gpu(self.run)
+        reject_device(self.run)
         if current.timer is not None:
             raise ShoalError("this process is being profiled already", fix="one `with shoal.profile(run)`", code="T082")
         self.run.reject_open_step("to profile")
         self.run.world.barrier()  # else the first wait would be for the rank that starts last
-        self.timer = current.timer = PartTimer()
+        self.timer = current.timer = StreamTimer() if self.run.device.type == "cuda" else PartTimer()
+        self.memory = MemoryOverTime(self.run, self.timer)
         self._undo = [watch_waits(), self._watch_forward(), self._watch_updates(then)]
         self.timer.begin_step()
 
@@ -77,12 +82,19 @@ class Profiler:
     def finish(
         self,
         *,
-        fix: Callable[[Verdict], str] = lambda verdict: FIXES[verdict.kind],
+        fix: Callable[[Verdict], str] | None = None,
         predicted: Mapping[str, float] | None = None,
         more: Mapping[str, Any] | None = None,
+        kernels: Sequence[Kernel] = (),
+        gpu: Callable[[float], Mapping[str, Any]] | None = None,
     ) -> Profile:
-        """Gather what all ranks have timed. Every rank calls it."""
+        """Gather what all ranks have timed. Every rank calls it.
+
+        `kernels` are those of further steps of this rank's GPU; `gpu` says how it is used in a step of some seconds.
+        """
         self.stop()
+        assert self.timer is not None
+        self.timer.resolve()
         records = self.run.world.all_gather_object(self._record().to_mapping())
         if not all(record["steps"] for record in records):
             raise ShoalError(
@@ -93,7 +105,9 @@ class Profiler:
         plan = self.run.plan.brief()
         every = [RankRecord.from_mapping(record) for record in records]
         found = {**(more or {}), "overlap": self._overlap()}
-        self._found = Profile.of(every, plan=plan, fix=fix, predicted=predicted, more=found)
+        self._found = Profile.of(
+            every, plan=plan, fix=fix or self._fix, predicted=predicted, more=found, kernels=kernels, gpu=gpu
+        )
         return self._found
 
     def __enter__(self) -> Profiler:
@@ -156,11 +170,23 @@ class Profiler:
 
         return undo
 
+    def _fix(self, verdict: Verdict) -> str:
+        """What a script changes."""
+        bucket = self.run.policies.sync.bucket_mb
+        if verdict.kind == "link" and verdict.axis == "dp_replicate" and isinstance(bucket, float) and bucket < 1:
+            return f"no bucket_mb={bucket:g}: small buckets are many messages"
+        return FIXES[verdict.kind]
+
     def _overlap(self) -> dict[str, float]:
-        """Axis → the part of its communication that computation hides, on this rank. Known of replicas alone."""
-        timed = self._overlaps[self.warmup :]
+        """Axis → the part of its communication that computation hides, on this rank; on a CPU alone."""
+        assert self.timer is not None
+        timer, timed = self.timer, self._overlaps[self.warmup :]
+        found = by_axis(timer.steps[self.warmup :], timer.entered, timer.ended) if timer.is_of_host else {}
+        hidden = {axis: each.hidden for axis, each in found.items() if each.seconds}
         seconds = sum(each.seconds for each in timed)
-        return {"dp_replicate": 1 - sum(each.exposed for each in timed) / seconds} if seconds else {}
+        if seconds:  # by the timers of DDP: Python sees only the end of its collectives
+            hidden["dp_replicate"] = 1 - sum(each.exposed for each in timed) / seconds
+        return hidden
 
     def _record(self) -> RankRecord:
         assert self.timer is not None
@@ -168,7 +194,8 @@ class Profiler:
         place = {axis: index for axis, index in layout.coordinate(rank).items() if layout.degree(axis) > 1}
         cores = num_cores()
         steps = self.timer.steps[self.warmup :]
-        return RankRecord(rank, _host(), place, torch.get_num_threads(), cores, steps, self.timer.entered)
+        device = self.run.device.type
+        return RankRecord(rank, _host(), place, torch.get_num_threads(), cores, steps, self.timer.entered, device)
 
 
 def profile(run: Run, *, warmup: int = 1) -> Profiler:
@@ -188,11 +215,11 @@ def _host() -> str:
         return platform.node()
 
 
-def reject_gpu(run: Run) -> None:
-    """Raise where the main thread's time says nothing."""
-    if run.device.type != "cpu":
+def reject_device(run: Run) -> None:
+    """Raise on a device whose time cannot be divided."""
+    if run.device.type not in ("cpu", "cuda"):
         raise ShoalError(
-            "a profile times the main thread, which waits for nothing on a GPU",
+            f"a profile times a CPU or a CUDA device, got {run.device.type}",
             fix="torch.profiler.profile(), or --device cpu",
             code="T083",
         )

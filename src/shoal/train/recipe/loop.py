@@ -85,7 +85,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         choices = [text for text in (sync_chosen, algorithm_chosen(run), bucket_chosen(run), run.fused_layers) if text]
         line.note(_headline(run, job, lr, choices, storage))
         loader = build_loader(job, run, workers=recipe.data.workers)
-        profile = _profile(run, job, invocation, storage, line)
+        profile = _profile(run, job, invocation, storage, line, step_metrics)
         with ExitStack() as ends:
             for one in (storage, line, step_metrics, loader, profile):  # the last one is closed first
                 ends.callback(one.close)
@@ -123,9 +123,13 @@ def _storage(run: Run, job: Job, invocation: RunInvocation, line: ProgressLine) 
     return storage
 
 
-def _profile(run: Run, job: Job, invocation: RunInvocation, storage: NoStorage, line: ProgressLine) -> RecipeProfile:
+def _profile(
+    run: Run, job: Job, invocation: RunInvocation, storage: NoStorage, line: ProgressLine, metrics: StepMetrics
+) -> RecipeProfile:
     steps = job.recipe.run.profile.steps(**units(job.recipe, job.training)) or 0
-    profile = RecipeProfile(run, job.recipe, steps, storage.path, line.note, is_only=invocation.only_profiles)
+    profile = RecipeProfile(
+        run, job.recipe, steps, storage.path, line.note, is_only=invocation.only_profiles, mfu=metrics.mfu
+    )
     profile.begin()
     return profile
 
@@ -193,7 +197,8 @@ def _steps(
     for batch in run.batches(loader):
         done = (run.steps_done + 1) / num_steps if num_steps else min(elapsed / seconds, 1.0)
         set_lr(run.optimizer, _lr_factor(job, run.steps_done + 1, done))
-        with _noting_step(run.steps_done + 1), begin_step(run.steps_done + 1, compiles=bool(settings.compile)):
+        number, compiles = run.steps_done + 1, bool(settings.compile)
+        with _noting_step(number), begin_step(number, compiles=compiles), step_metrics.overlap.step(run.steps_done):
             run.step(batch)
         stop_request.is_first_step = False
         step_metrics.record_step(loader, line, done)

@@ -24,6 +24,7 @@ from shoal.data.mixture import Union
 from shoal.data.sources.open import TOKENIZED, open_datasets, source_kind
 from shoal.data.sources.packing import PackedTokens
 from shoal.errors import Findings, Problem, ShoalError, raise_if
+from shoal.launch.local import one_thread
 from shoal.parallel.checks import check_model
 from shoal.parallel.pipeline.skeleton import Call
 from shoal.parallel.pipeline.stage_io import traced
@@ -200,7 +201,8 @@ def _check_data(plan: Plan, model: nn.Module, data: Dataset, *, is_checked: bool
     yield from found
     if is_checked and plan.pp != 1 and not found:
         try:
-            traced(model, describe(model), call)
+            with one_thread():  # positions and masks are computed; workers are forked from this process
+                traced(model, describe(model), call)
         except ShoalError as error:
             yield from error.problems
 
@@ -215,7 +217,7 @@ def check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
             f"the model must have at least {vocabulary} outputs for the labels of the data, got {outputs}",
             f"--model.vocabulary {vocabulary} (--model.num_classes {vocabulary} of a classifier), or other data"
             if adapter_of(model) is None
-            else "--data.tokenizer PATH/tokenizer.json, the tokenizer of this model, or other data",
+            else "--data.tokenizer PATH/tokenizer.json of this model; tokens in .bin files must come from it too",
         )
     tokens, most = data.tokens_per_sample, description.max_tokens
     if tokens is not None and most is not None and tokens > most:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.blueprint.description import Description
 from shoal.comm.all_or_none import all_or_none
+from shoal.comm.profile.axis_overlap import AxisOverlap, AxisTime
 from shoal.data.loader import Loader
 from shoal.errors import ShoalError
 from shoal.numerics.async_scalars import AsyncScalars
@@ -42,6 +43,8 @@ STRAGGLER = ("straggler_rank", "straggler_late_seconds", "straggler_cost_fractio
 """Further keys on several ranks, in the first step after each measurement."""
 REPLICAS = ("comm_seconds", "comm_overlap_fraction", "comm_bytes")
 """Further keys where replicas communicate."""
+AXIS = ("comm_seconds_{axis}", "comm_overlap_fraction_{axis}")
+"""Further keys of every axis that communicates, in the steps that are timed."""
 EXPERTS = ("expert_load_max", "expert_dropped_fraction", "auxiliary_loss")
 """Further keys where the model has experts."""
 
@@ -53,6 +56,7 @@ class _PendingRecord:
     report: StepReport
     facts: Record
     experts: AsyncScalars | None
+    axes: dict[str, AxisTime]
     line: ProgressLine
     done: float
     loader_processes: int
@@ -99,6 +103,8 @@ class StepMetrics:
         self.num_experts = torch.tensor(list(run.composed.routed.values()), device=run.device)
         self._pending: deque[_PendingRecord] = deque()
         self.stragglers, self.slow_data = Stragglers(), SlowData()
+        self.overlap = AxisOverlap(is_on=_times_axes(run, job))
+        self._axes: dict[str, list[AxisTime]] = {}
 
     def record_step(self, loader: Loader, line: ProgressLine, done: float) -> None:
         """Record the step that was just started. On a GPU its numbers arrive later: write the step before it."""
@@ -114,7 +120,8 @@ class StepMetrics:
             "data_wait_seconds": waited,
             "loss_scale": self.run.loss_scale.scale,
         }
-        self._pending.append(_PendingRecord(report, facts, experts, line, done, loader.num_processes))
+        axes = self._by_axis(report)
+        self._pending.append(_PendingRecord(report, facts, experts, axes, line, done, loader.num_processes))
         while len(self._pending) > (self.run.device.type == "cuda"):
             self._record(self._pending.popleft())
 
@@ -138,7 +145,7 @@ class StepMetrics:
             "grad_norm": grad_norm,
             "step_seconds": seconds,
             "tokens_per_s": self.tokens_per_step / seconds,
-            "mfu": self._mfu(seconds),
+            "mfu": self.mfu(seconds),
             "memory_gib": peak_memory_gib(self.run.device),
             "skipped": report.was_skipped,
         }
@@ -147,10 +154,11 @@ class StepMetrics:
             self.comm_seconds.append(overlap.seconds)
             self.comm_exposed.append(overlap.exposed)
             self.comm_bytes.append(overlap.bytes)
+        axes = self._of_axes(pending.axes)
         known |= self._straggler(pending.line)
         if pending.experts is not None:
             known |= dict(zip(EXPERTS, pending.experts.read(), strict=True))
-        record = {name: known[name] for name in (*ORDER, *REPLICAS, *STRAGGLER, *EXPERTS) if name in known}
+        record = {name: known[name] for name in (*ORDER, *REPLICAS, *STRAGGLER, *EXPERTS) if name in known} | axes
         self.loss_first = loss if self.loss_first is None else self.loss_first
         self.last_losses.append(loss)
         self.step_seconds.append(seconds)
@@ -164,6 +172,24 @@ class StepMetrics:
         if report.note:
             pending.line.say(f"skipped: {report.note}")
         pending.line.show(record, pending.done)
+
+    def _by_axis(self, report: StepReport) -> dict[str, AxisTime]:
+        """Axis → its communication in the last step; that of replicas by their own timers, if they have any."""
+        if self.overlap.last is None:
+            return {}
+        found = dict(self.overlap.last)
+        if report.overlap is not None:
+            found["dp_replicate"] = AxisTime(report.overlap.seconds, report.overlap.exposed)
+        return found
+
+    def _of_axes(self, axes: dict[str, AxisTime]) -> Record:
+        """The values of `AXIS`."""
+        found: Record = {}
+        for axis, each in axes.items():
+            self._axes.setdefault(axis, []).append(each)
+            names = (name.format(axis=axis) for name in AXIS)
+            found |= dict(zip(names, (each.seconds, each.hidden), strict=True))
+        return found
 
     def history(self) -> Record:
         """Facts about the steps so far that a resumed run needs; JSON."""
@@ -203,9 +229,10 @@ class StepMetrics:
             "parameters": self.run.composed.num_parameters,
             "step_seconds_median": step_seconds,
             "tokens_per_s": self.tokens_per_step / step_seconds,
-            "mfu": self._mfu(step_seconds),
+            "mfu": self.mfu(step_seconds),
             "data_wait_fraction": sum(self.data_wait_seconds[warmup:]) / (sum(self.step_seconds[warmup:]) or math.nan),
             **self._communication(warmup),
+            "comm_axes": self._axes_summary(warmup),
             "straggler": self.stragglers.summary(self.run.world),
             "memory_gib_max": max(memory),
             "seconds_to_first_step": self.first_step_seconds,
@@ -226,6 +253,19 @@ class StepMetrics:
             "comm_bytes": statistics.fmean(self.comm_bytes[warmup:]),
             "comm_overlap_fraction": 1 - statistics.fmean(self.comm_exposed[warmup:]) / seconds if seconds else None,
         }
+
+    def _axes_summary(self, warmup: int) -> Record:
+        """Axis → the fraction of the time in which it communicates, and the fraction of that which is overlapped."""
+        of_step = statistics.fmean(self.step_seconds[warmup:]) if self.step_seconds else math.nan
+        found = {}
+        for axis, every in self._axes.items():
+            timed = every[1:] or every  # the first step is slow
+            seconds, exposed = (
+                statistics.fmean(getattr(each, name) for each in timed) for name in ("seconds", "exposed")
+            )
+            fraction = min(1.0, seconds / of_step)
+            found[axis] = {"fraction": fraction, "overlap_fraction": AxisTime(seconds, exposed).hidden}
+        return found
 
     def close(self) -> None:
         """Record the remaining steps, and close all sinks."""
@@ -256,7 +296,7 @@ class StepMetrics:
             line.say(f"shoal: {warning}")
         return dict(zip(STRAGGLER, (found.rank, found.late_seconds, found.cost_fraction), strict=True))
 
-    def _mfu(self, seconds: float) -> float | None:
+    def mfu(self, seconds: float) -> float | None:
         """Counted FLOPs per second over the datasheet's peak of all devices; None unless both are known."""
         if self.flops_per_step is None or self.peak is None:
             return None
@@ -307,6 +347,13 @@ def _flops_per_step(job: Job, description: Description) -> float | None:
     sample = job.training.batch(np.zeros(1, dtype=np.int64))
     first = next(value for name, value in sample.items() if name != "labels")
     return description.training_flops((job.recipe.data.global_batch, *first.shape[1:]))
+
+
+def _times_axes(run: Run, job: Job) -> bool:
+    """Whether to time collectives by axis. A GPU does not say when they end, compiled code would be compiled again for
+    the steps that are timed, and a profile times all of them."""
+    settings = job.recipe.run
+    return run.world.size > 1 and run.device.type == "cpu" and not settings.compile and not settings.profile.amount
 
 
 def _peak_of_device(run: Run) -> float | None:

@@ -99,8 +99,22 @@ class StepEngine:
         if state.open_step is None:
             reject_iterated_loaders(state)
             reject_unknown_batch(state.composed)
-            open_without_batch(state)
+            open_without_batch(state, is_mean_of_means=state.policies.step.loss_mean == "microbatch")
         self._backward(read_loss(loss))
+
+    def equal_microbatches(self, number: int) -> Iterator[int]:
+        """Yield the numbers of microbatches of a loop that opens no batch and averages their means.
+
+        The script's own random numbers stay its own: nothing is seeded.
+        """
+        composed = self.state.composed
+        reject_own_loop(composed)
+        reject_unknown_batch(composed)
+        step = open_without_batch(self.state, number, is_mean_of_means=True)
+        for index in range(number):
+            step.index = index
+            with composed.begin_microbatch(is_last=index == number - 1):
+                yield index
 
     def factor(self) -> float:
         """The factor of a microbatch's loss sum in the gradient of the open step."""
@@ -111,7 +125,7 @@ class StepEngine:
         """[2] Backward of this microbatch's part of the global loss."""
         step = self.state.open_step
         assert step is not None
-        if isinstance(loss, Loss):
+        if isinstance(loss, Loss) and not step.is_mean_of_means:
             step.kinds.add(loss.kind)
         total, is_alone = self.loss.total_weight(step), self.loss.is_alone(step)
         weight = total if is_alone else step.weight  # a mean that is alone is the loss, whatever its data weighs
@@ -128,16 +142,15 @@ class StepEngine:
         """All microbatches through the stages of this rank. Only the last stage sees a loss."""
         state = self.state
         assert state.composed.pipeline is not None
-        total, factor = self.loss.total_weight(step), self.loss.factor(step)
 
         def loss(output: Any, number: int) -> Tensor:
-            weight = step.weights[number]
+            weight, total = step.weights[number], self.loss.total_weight(step, number)
             self._seed(state.steps_done, place(number))  # a loss that draws, draws what it drew for the call
             returned = loss_of_output(state.objective, output, step.microbatches[number], weight)
             is_alone = self.loss.is_alone(step)
             loss_sum = take(step, returned, number, weight=total if is_alone else weight, is_alone=is_alone)
             step.sums.append(loss_sum.detach() / total)
-            return loss_sum * factor
+            return loss_sum * self.loss.factor(step, number)
 
         def place(number: int) -> int:
             return step.offset + number * (state.plan.mb or 0)

@@ -60,6 +60,8 @@ def open_step(
         missing = -(-largest // mb) - num_own
         microbatches, weights = microbatches + microbatches[:1] * missing, weights + [0.0] * missing
     num_samples = float(length(on_device)) if counts else 0.0
+    is_mean_of_means = state.policies.step.loss_mean == "microbatch"
+    counted = None if is_mean_of_means else counted
     step = OpenStep(
         batch=on_device,
         microbatches=microbatches,
@@ -69,17 +71,26 @@ def open_step(
         offset=offset,
         largest=largest,
         given=given if counts else None,
-        **_agreed(state, sum(weights), num_samples, counted),
+        is_mean_of_means=is_mean_of_means,
+        **_agreed(state, float(num_own * counts) if is_mean_of_means else sum(weights), num_samples, counted),
     )
     state.open_step = step
     return step
 
 
-def open_without_batch(state: RunState) -> OpenStep:
-    """The step of a loop that does not use `batches`: every rank's mean counts the same."""
-    agreed = _agreed(state, 1.0, 1.0, None)
+def open_without_batch(state: RunState, number: int = 1, *, is_mean_of_means: bool = False) -> OpenStep:
+    """The step of a loop that does not use `batches`: every rank's mean, of each of its microbatches, counts the
+    same."""
+    agreed = _agreed(state, float(number), 1.0, None)
     state.open_step = OpenStep(
-        batch=None, microbatches=[None], weights=[1.0], num_own=1, counts=True, offset=0, **agreed
+        batch=None,
+        microbatches=[None] * number,
+        weights=[1.0] * number,
+        num_own=number,
+        counts=True,
+        offset=0,
+        is_mean_of_means=is_mean_of_means,
+        **agreed,
     )
     return state.open_step
 

@@ -105,6 +105,8 @@ class OpenStep:
     """The place of this rank's first sample in the global batch."""
     num_own: int
     """Microbatches that are this rank's own; what comes after them is repeated for nothing."""
+    is_mean_of_means: bool = False
+    """Whether every microbatch counts the same, whatever it weighs. Then `agreed` has their number."""
     largest: int | None = None
     """Samples of the largest share of it; None: all shares are equal."""
     sums: list[Tensor] = field(default_factory=list)
@@ -126,6 +128,13 @@ class OpenStep:
     def weight(self) -> float:
         """What the microbatch at hand weighs; outside of `microbatches`, all of them."""
         return sum(self.weights) if self.index < 0 else self.weights[self.index]
+
+    def weight_of_mean(self, number: int | None) -> float:
+        """The weight of a microbatch, at least 1, where means of microbatches are averaged. `number` None: of the one
+        at hand; outside of `microbatches`, one mean stands for all of them."""
+        if number is None and self.index < 0:
+            return max(1.0, self.weight) / self.num_own
+        return max(1.0, self.weight if number is None else self.weights[number])
 
     def is_stand_in(self, number: int) -> bool:
         """Whether a microbatch is computed for nothing."""

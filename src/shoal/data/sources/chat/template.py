@@ -5,8 +5,11 @@ A token is trained if its first character belongs to an answer. So a template ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +92,50 @@ class TemplateChat(PlainChat):
     def _render(self, row: Row, **options: bool) -> str:
         messages = [turn.message for turn in row.turns]
         tools = list(row.tools) or None
+        apply = partial(self._own.apply_chat_template, tools=tools, tokenize=False, **options)
         try:
-            return str(self._own.apply_chat_template(messages, tools=tools, tokenize=False, **options))
+            return _rendered(apply, messages)
         except Exception as error:  # of the template's own language, or of the template itself
             raise ShoalError(
                 f"the chat template of {self.folder} rejects {row.where}: {type(error).__name__}: {error}",
                 fix="roles in the order that the template takes, or --data.tokenizer with another template",
                 code="D072",
             ) from error
+
+
+def _rendered(apply: Callable[[list[dict[str, Any]]], object], messages: list[dict[str, Any]]) -> str:
+    """The text of messages. Most templates take the arguments of tool calls as objects. Others, such as DeepSeek's,
+    take JSON: they fail with objects, or show them as Python does."""
+    as_text = [_with_text_arguments(message) for message in messages]
+    if as_text == messages:
+        return str(apply(messages))
+    try:
+        text = str(apply(messages))
+    except Exception:
+        with suppress(Exception):  # the first error says more
+            return str(apply(as_text))
+        raise
+    is_as_python = any(str(one) in text and str(one) != json.dumps(one) for one in _arguments(messages))
+    return str(apply(as_text)) if is_as_python else text
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose tool calls have their arguments as JSON."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_as_text(call) for call in calls]} if calls else message
+
+
+def _as_text(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        call = {**call, "function": _as_text(call["function"])}
+    if isinstance(call.get("arguments"), dict):
+        call = {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+    return call
+
+
+def _arguments(messages: list[dict[str, Any]]) -> Iterator[object]:
+    for call in (call for message in messages for call in message.get("tool_calls") or ()):
+        yield call.get("function", call).get("arguments")
 
 
 def _first(row: Row, count: int) -> Row:

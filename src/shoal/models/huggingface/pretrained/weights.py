@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -109,4 +110,14 @@ def _misfits(model: Any, folder: Path, found: Mapping[str, LazyTensor], strange:
         more = f"; and {len(said) - MOST_SHOWN} more" if len(said) > MOST_SHOWN else ""
         kind = type(model).__name__
         what = f"the weights in {str(folder)!r} are not those of this {kind}: {'; '.join(said[:MOST_SHOWN])}{more}"
-        yield Problem("M075", what, _FIX)
+        yield Problem("M075", what, _unchanged(model, folder) or _FIX)
+
+
+def _unchanged(model: Any, folder: Path) -> str:
+    """The flags that give settings under `model:` the values of config.json again."""
+    if not (folder / "config.json").is_file():
+        return ""
+    made = model.config.to_dict()
+    saved = {key: value for key, value in config_of(folder).items() if type(value) in (int, bool) and key in made}
+    flags = [f"--model.{key} {json.dumps(value)}" for key, value in saved.items() if made[key] != value]
+    return f"{' '.join(flags)}, as in config.json; or --model.init random" if flags else ""

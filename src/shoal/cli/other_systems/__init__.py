@@ -1,0 +1,1 @@
+"""Settings of other systems on the command line: `--deepspeed ds_config.json`, `--megatron "..."`."""

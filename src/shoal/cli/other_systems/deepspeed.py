@@ -1,0 +1,44 @@
+"""`--deepspeed ds_config.json`: the settings of a config, below those of the command line and above the recipe's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from shoal.comm.rendezvous.environment import read_environment
+from shoal.config.checks.memory import has_no_accelerator
+from shoal.config.deepspeed.translate import translate
+from shoal.config.deepspeed.translation import Translation
+from shoal.config.recipe_file import read_yaml
+from shoal.errors import ShoalError
+
+Overrides = list[tuple[str, str]]
+
+LOSS = (
+    "loss: the mean over all labels of the global batch; DeepSpeed averages the means of microbatches and ranks"
+    " (--optim.loss_mean microbatch)"
+)
+
+
+def translated_for_recipe(path: Path, recipe: Path | None, overrides: Overrides, *, several_hosts: bool) -> Translation:
+    """Translate the config for a recipe and the settings of a command."""
+    ranks = None if several_hosts else _num_ranks(recipe, dict(overrides))
+    return translate(path, target="train", num_ranks=ranks)
+
+
+def _num_ranks(recipe: Path | None, overrides: Mapping[str, str]) -> int | None:
+    """The number of ranks, as far as it is known without torch."""
+    if (typed := overrides.get("launch.nproc", "")).isdecimal():
+        return int(typed)
+    if (placement := read_environment(os.environ)) is not None:
+        return placement.world_size
+    try:
+        launch = (read_yaml(recipe) if recipe is not None else {}).get("launch") or {}
+        nproc = launch.get("nproc") if isinstance(launch, dict) else None
+    except ShoalError:  # which the recipe's own reading reports
+        nproc = None
+    if isinstance(nproc, int):
+        return nproc
+    is_cpu = overrides.get("launch.device") == "cpu" or has_no_accelerator()
+    return 1 if is_cpu else None

@@ -1,0 +1,54 @@
+"""From a config of DeepSpeed to plan, settings and a line for each key; all problems at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.config.deepspeed.batch import translate_batch
+from shoal.config.deepspeed.features import translate_features
+from shoal.config.deepspeed.optimizer import translate_optimizer
+from shoal.config.deepspeed.parallel import translate_parallel
+from shoal.config.deepspeed.precision import translate_precision
+from shoal.config.deepspeed.read import read_config
+from shoal.config.deepspeed.scheduler import translate_scheduler
+from shoal.config.deepspeed.translation import Reader, Target, Translation
+from shoal.config.deepspeed.zero import translate_zero
+from shoal.errors import ShoalError
+
+DEFAULT_CLIP = 1.0
+"""DeepSpeed clips at this norm if a config says nothing."""
+
+
+def translate(source: str | Path | Mapping[str, Any], *, target: Target, num_ranks: int | None = None) -> Translation:
+    """Translate a file or a mapping. Problems are in the result; `num_ranks` None: not known."""
+    into = Translation(target)
+    try:
+        config = read_config(source)
+    except ShoalError as error:
+        into.problems += error.problems
+        return into
+    reader = Reader(config, into)
+    shared = translate_parallel(reader)
+    data_ranks = None if num_ranks is None else max(1, num_ranks // shared)
+    translate_batch(reader, data_ranks)
+    translate_zero(reader, data_ranks)
+    translate_precision(reader)
+    translate_optimizer(reader)
+    translate_scheduler(reader)
+    _clip(reader)
+    translate_features(reader)
+    reader.finish()
+    if target == "plan":  # the ranks of a config are data-parallel unless it says otherwise
+        into.plan = {"tp": 1, "pp": 1, "cp": 1, **into.plan}
+    return into
+
+
+def _clip(reader: Reader) -> None:
+    clip = reader.number("gradient_clipping")
+    if clip is not None:
+        remark = "" if clip else "no clipping"
+        reader.setting("gradient_clipping", "optim.clip", clip or None, remark)
+    elif reader.into.target == "initialize":
+        reader.into.settings["optim.clip"] = DEFAULT_CLIP

@@ -1,0 +1,151 @@
+"""`initialize`, with the arguments of `deepspeed.initialize`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from shoal.comm.rendezvous.environment import read_environment
+from shoal.comm.world import World
+from shoal.config.deepspeed.translate import translate
+from shoal.config.deepspeed.translation import Translation
+from shoal.deepspeed import build
+from shoal.deepspeed.engine import Engine
+from shoal.errors import Findings, Problem, ShoalError
+
+_worlds: list[World] = []
+"""The ranks that `init_distributed` has gathered, for `initialize`."""
+
+
+def init_distributed(*_: Any, **__: Any) -> None:
+    """Join the other ranks, as `deepspeed.init_distributed` does. `initialize` calls it."""
+    _world("auto")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed`, `--deepspeed_config` and `--local_rank` to a parser, as DeepSpeed does."""
+    group = parser.add_argument_group("DeepSpeed", "as deepspeed.add_config_arguments")
+    group.add_argument("--deepspeed", default=False, action="store_true")
+    group.add_argument("--deepspeed_config", default=None, type=str)
+    group.add_argument("--local_rank", default=-1, type=int)
+    return parser
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[..., Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    **others: Any,
+) -> tuple[Engine, Optimizer | None, Any, Any]:
+    """Return an engine, its optimizer, a loader of `training_data` and a schedule, as `deepspeed.initialize` does.
+
+    model             the model, not wrapped
+    optimizer         an optimizer of torch, or a function of the parameters that returns one; None: the config's
+    model_parameters  parameters, or groups of them, for the config's optimizer; None: all that need a gradient
+    training_data     a dataset, of which the loader gives this rank its microbatches
+    lr_scheduler      a scheduler of torch, or a function of the optimizer that returns one; None: the config's
+    config            a file or a mapping; None: `args.deepspeed_config`
+    others            `collate_fn`, `config_params`, and `device` (auto, cpu or cuda)
+    """
+    source = (
+        config if config is not None else others.pop("config_params", None) or getattr(args, "deepspeed_config", None)
+    )
+    _check(model, source, others)
+    assert isinstance(model, nn.Module)
+    world = _world(others.get("device", "auto"))
+    found = _translated(source, world.size)
+    run = build.build_run(found, world, others.get("device", "auto"))
+    build.broadcast_model(model, world)
+    made = _optimizer(found, model, optimizer, model_parameters)
+    schedule = _schedule(found, made, lr_scheduler)
+    run.prepare(*(thing for thing in (model, made, schedule) if thing is not None))
+    engine = Engine(run, found, made, schedule)
+    loader = None
+    if training_data is not None:
+        micro = engine.train_micro_batch_size_per_gpu()
+        loader = build.build_loader(
+            training_data, run, micro=micro, collate_fn=others.get("collate_fn"), drop_last=engine.drops_last
+        )
+    return engine, made, loader, schedule
+
+
+def _translated(source: Any, num_ranks: int) -> Translation:
+    """The config in words of shoal; raises all of its problems."""
+    found = translate(source, target="initialize", num_ranks=num_ranks)
+    problems = Findings()
+    problems += found.problems
+    problems += (_open(line.key) for line in found.lines if line.value == "auto")
+    problems.raise_all(title="the config of DeepSpeed")
+    return found
+
+
+def _open(key: str) -> Problem:
+    what = f"{key} is 'auto', which the Trainer of transformers fills in, and a script has none"
+    return Problem("E014", what, f'a value in place of "auto" for "{key.rpartition(".")[2]}"; or remove the key')
+
+
+def _check(model: Any, source: Any, others: Mapping[str, Any]) -> None:
+    """Reject arguments that the engine cannot take."""
+    found = Findings()
+    found += _problems(model, source, others)
+    found.raise_all(title="the arguments of initialize")
+
+
+def _problems(model: Any, source: Any, others: Mapping[str, Any]) -> Iterator[Problem]:
+    if not isinstance(model, nn.Module):
+        yield Problem("E013", f"initialize needs a model, got {type(model).__name__}", "initialize(model=model, ...)")
+    elif type(model).__name__ == "PipelineModule":
+        fix = "shoal.Run('pp=2 mb=1') with run.step(batch), and the model as an nn.Module"
+        yield Problem("E013", "a PipelineModule of DeepSpeed is cut already, and shoal cuts the model itself", fix)
+    if source is None:
+        yield Problem("E013", "initialize needs a config, got None", 'initialize(config="ds_config.json", ...)')
+    known = ("collate_fn", "config_params", "device", "dist_init_required", "distributed_port")
+    for name, value in others.items():
+        if name not in known and value is not None:
+            fix = f"leave {name} out; tensor_parallel and sequence_parallel_size of the config say the degrees"
+            yield Problem("E013", f"initialize has no argument {name}", fix)
+
+
+def _optimizer(found: Translation, model: nn.Module, given: Any, parameters: Iterable[Any] | None) -> Optimizer | None:
+    """The optimizer that is given, or the config's; None: there is none, and the engine only computes."""
+    groups = build.trained(model) if parameters is None else list(parameters)
+    if given is not None:
+        return given if isinstance(given, Optimizer) else given(groups)
+    return None if found.optimizer is None else build.build_optimizer(found.optimizer, groups)
+
+
+def _schedule(found: Translation, optimizer: Optimizer | None, given: Any) -> Any:
+    """The schedule that is given, or the config's."""
+    if optimizer is None:
+        if given is not None or found.schedule is not None:
+            raise ShoalError(
+                "a schedule needs an optimizer, and neither the config nor the script has one",
+                fix='"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}} in the config',
+                code="E013",
+            )
+        return None
+    if given is None:
+        return build.build_schedule(found, optimizer)
+    is_schedule = hasattr(given, "step") and hasattr(given, "state_dict")
+    return given if is_schedule else given(optimizer)
+
+
+def _world(device: str) -> World:
+    """The ranks, gathered once in this process."""
+    if _worlds and not dist.is_initialized():  # `engine.destroy()` has left them
+        _worlds.clear()
+    if not _worlds:
+        _worlds.append(World.start(read_environment(os.environ), device=device))
+    return _worlds[0]

@@ -1,0 +1,1 @@
+"""`DistributedOptimizer`, for gradients and for Adasum."""

@@ -1,0 +1,111 @@
+"""The control plane of `shoal.horovod` without ranks: order, fusion, mismatches, and who may connect."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from shoal.errors import RunFailed
+from shoal.horovod.engine.coordinator import Coordinator
+from shoal.horovod.engine.link import accept_ranks, connect
+from shoal.horovod.engine.messages import (
+    Kind,
+    Request,
+    TensorShape,
+    decode_request,
+    decode_response,
+    encode,
+)
+
+
+def request(name: str, *shape: int, kind: Kind = Kind.ALLREDUCE, **details: object) -> Request:
+    return Request(kind=kind, name=name, tensors=(TensorShape("float32", shape),), **details)  # type: ignore[arg-type]
+
+
+def test_a_name_is_released_when_every_rank_has_it() -> None:
+    coordinator = Coordinator(3)
+    for rank, names in enumerate(["ab", "ba", "b"]):
+        for name in names:
+            coordinator.add(rank, request(name, 2))
+    assert [response.names for response in coordinator.take()] == [("b",)]
+    coordinator.add(2, request("a", 2))
+    assert [response.names for response in coordinator.take()] == [("a",)]
+
+
+def test_small_tensors_of_one_kind_travel_together() -> None:
+    coordinator = Coordinator(1, fusion_bytes=90, largest_fused=64)
+    for name, size, op in [("a", 5, 1), ("b", 5, 3), ("c", 5, 1), ("large", 20, 1), ("d", 15, 1), ("e", 2, 1)]:
+        coordinator.add(0, request(name, size, op=op))
+    # b has another op; large would only be copied; d does not fit any more, and e goes with d
+    assert [each.names for each in coordinator.take()] == [("a", "c"), ("b",), ("large",), ("d", "e")]
+
+
+def test_rows_of_all_ranks_come_with_an_allgather() -> None:
+    coordinator = Coordinator(2)
+    coordinator.add(0, request("g", 3, 4, kind=Kind.ALLGATHER))
+    coordinator.add(1, request("g", 0, 4, kind=Kind.ALLGATHER))
+    [response] = coordinator.take()
+    assert response.rows == (((3, 0),),)
+
+
+def test_a_rank_that_leaves_fails_what_needs_it() -> None:
+    coordinator = Coordinator(2)
+    coordinator.add(0, request("waits", 2))
+    for rank in range(2):
+        coordinator.add(rank, request("ready", 2))
+    coordinator.leave(1, "has ended")
+    coordinator.add(0, request("later", 2))
+    responses = coordinator.take()
+    assert sorted(response.names[0] for response in responses) == ["later", "ready", "waits"]
+    assert all("rank 1, which has ended [H005]" in response.error for response in responses)
+
+
+def test_a_removed_set_fails_what_waits_in_it() -> None:
+    coordinator = Coordinator(2)
+    for rank in range(2):
+        coordinator.add(rank, Request(kind=Kind.ADD_SET, name="add", rows=(0, 1, 2)))
+    assert coordinator.take()[0].value == 1
+    coordinator.add(0, request("x", 2, set_id=1))
+    for rank in range(2):
+        coordinator.add(rank, Request(kind=Kind.REMOVE_SET, name="remove", rows=(1,)))
+    failed = next(each for each in coordinator.take() if each.names == ("x",))
+    assert "H005" in failed.error
+
+
+def test_stalled_names_are_reported_once() -> None:
+    coordinator = Coordinator(2)
+    coordinator.add(1, request("w", 2))
+    assert coordinator.stalled(-1.0) == ["w: ready on ranks [1], missing on ranks [0]"]
+    assert coordinator.stalled(-1.0) == []
+
+
+def test_messages_survive_json_and_nothing_else_is_read() -> None:
+    sent = request("näme", 2, 0, root=3, prescale=0.25, rows=(1, 2))
+    assert decode_request(encode(sent)) == sent
+    coordinator = Coordinator(1)
+    coordinator.add(0, sent)
+    [response] = coordinator.take()
+    assert decode_response(encode(response)) == response
+    for bad in (b"{}", b"[1]", b"nonsense", b'["allreduce"]', encode(sent).replace(b"allreduce", b"exec")):
+        with pytest.raises(ValueError, match=r".+"):
+            decode_request(bad)
+
+
+def test_a_process_without_the_secret_is_sent_away() -> None:
+    accepted: dict[int, object] = {}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = ("127.0.0.1", server.getsockname()[1])
+        thread = threading.Thread(target=lambda: accepted.update(accept_ranks(server, 2, b"secret", 20.0)))
+        thread.start()
+        with pytest.raises(RunFailed, match="H021"):
+            connect(address, 1, b"guess", 10.0)
+        link = connect(address, 1, b"secret", 10.0)
+        thread.join()
+        assert list(accepted) == [1]
+        link.send(b"hello")
+        assert accepted[1].receive() == b"hello"  # type: ignore[attr-defined]
+        link.close()
+        assert accepted[1].receive() is None  # type: ignore[attr-defined]
+        accepted[1].close()  # type: ignore[attr-defined]
