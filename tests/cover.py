@@ -6,6 +6,7 @@ itself if it has a trait that no other has.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
@@ -44,6 +45,11 @@ def covered(
     """The rows for `parametrize`: those that `make test` does not need are marked `wide`."""
     chosen = set(covering([traits(*row) for row in rows], [cost(*row) for row in rows]))
     return [row if number in chosen else wide(*row) for number, row in enumerate(rows)]
+
+
+def examples(few: int, many: int) -> int:
+    """How many examples hypothesis draws: `few` in `make test`, `many` in `make test-all`."""
+    return many if os.environ.get("SHOAL_ALL") else few
 
 
 def wide(*row: Any) -> Any:

@@ -10,6 +10,7 @@ import pkgutil
 import warnings
 
 import functorch.compile  # noqa: F401
+import numpy.ma  # noqa: F401
 import torch._dynamo
 import torch._inductor.cudagraph_trees
 import torch.distributed.checkpoint

@@ -159,6 +159,7 @@ def test_a_word_more_fails_and_a_word_less_is_written_down(tree: Path, capsys: p
     assert (tree / check_words.LEFT).read_text() == "docs/c.md: refused 1\nsrc/shoal/a.py: nobody 1, told 1\n"
 
 
+@pytest.mark.wide  # `make check` runs them
 @pytest.mark.parametrize("words", ["check_sizes.py --check", "check_words.py"])
 def test_the_tree_passes(words: str) -> None:
     name, *options = words.split()

@@ -26,7 +26,7 @@ from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import CHUNK, NAME, Entry, File, Manifest, Piece
 from shoal.checkpoint.storage.store import Store
 from shoal.errors import ShoalError
-from tests.cover import wide
+from tests.cover import examples, wide
 from tests.rejects import rejects
 from tests.warm import warm_python
 
@@ -216,7 +216,7 @@ ANY = st.one_of(
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(80, 200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_damaged_header_is_refused_or_says_what_can_be(tmp_path: Path, data: st.DataObject) -> None:
     tree: dict[str, Any] = {"a": dict(ENTRY), "b": dict(SECOND)}
     for _ in range(data.draw(st.integers(1, 3))):

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 import shoal
 from shoal.blueprint.faults import Faults
 from shoal.checkpoint.diff import Comparison, compare
-from shoal.checkpoint.formats import dcp, safetensors
+from shoal.checkpoint.formats import dcp, lazy_tensor, safetensors
 from shoal.checkpoint.formats.export import FORMATS, ExportSettings, export
 from shoal.checkpoint.formats.huggingface import config_of, model_of
 from shoal.checkpoint.formats.import_ import ImportSettings as HowToImport
 from shoal.checkpoint.formats.import_ import import_checkpoint, read
-from shoal.checkpoint.formats.lazy_tensor import BLOCK
 from shoal.checkpoint.storage import shard_file
 from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.locate import SavedStep, find
@@ -51,10 +50,19 @@ def nobody(size: int) -> None:
     """Listens."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks() -> Iterator[None]:
+    """So that a tensor of 1.3 MB is read in several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lazy_tensor, "BLOCK", 2**19)
+        patch.setattr(shard_file, "BLOCK", 2**20)
+        yield
+
+
 def values() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
-        "large": torch.randn(2100, 2048, generator=generator),  # more than is read at a time
+        "large": torch.randn(2100, 160, generator=generator),  # more than is read at a time
         "narrow": torch.randn(7, 3, generator=generator).bfloat16(),
         "eight": torch.randn(16, 4, generator=generator).to(torch.float8_e4m3fn),
         "one": torch.tensor(3.0, dtype=torch.float64),
@@ -118,7 +126,7 @@ def assert_all_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None
 
 
 def test_one_safetensors_file_is_what_the_package_reads(step: SavedStep, tmp_path: Path) -> None:
-    assert values()["large"].nbytes > BLOCK
+    assert values()["large"].nbytes > shard_file.BLOCK > lazy_tensor.BLOCK
     done = export(step, tmp_path / "a.safetensors", ExportSettings(), nobody)
     found = load_file(tmp_path / "a.safetensors")
     assert_all_same(found, values())
@@ -762,7 +770,7 @@ def test_what_differs_is_told_by_how_much(tmp_path: Path) -> None:
     tensors["model/nan"] = torch.tensor([1.0, float("nan"), float("inf")])
     one = keep(tmp_path / "a", {**tensors, "model/gone": torch.ones(2)}, cut="columns")
     changed = {name: tensor.clone() for name, tensor in tensors.items()}
-    changed["model/large"][2099, 2047] += 0.5
+    changed["model/large"][2099, 159] += 0.5
     changed["model/count"][0] += 1  # which float64 does not tell apart
     changed["model/narrow"] = changed["model/narrow"].float()
     changed["model/eight"] = torch.zeros(4, 16)

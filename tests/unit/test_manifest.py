@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.checkpoint.storage.manifest import CHUNK, Entry, File, Manifest, Piece, tiles, with_checksum
 from shoal.errors import ShoalError
+from tests.cover import examples
 
 HASH = "0" * 64
 
@@ -143,7 +144,7 @@ def painted(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int
 
 
 @given(cuts(), st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100, 300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_corners_cancel_exactly_where_places_are_claimed_once(made: Any, data: st.DataObject) -> None:
     shape, boxes = made
     assert tiles(shape, boxes)
@@ -163,7 +164,7 @@ def test_corners_cancel_exactly_where_places_are_claimed_once(made: Any, data: s
 
 
 @given(st.binary(max_size=400))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 def test_any_bytes_are_refused_or_read(text: bytes) -> None:
     with pytest.raises(ShoalError):
         Manifest.parse(text)
@@ -184,7 +185,7 @@ def check(text: bytes) -> bool:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 def test_a_damaged_manifest_is_refused_or_says_what_can_be(data: st.DataObject) -> None:
     text = bytearray(manifest().to_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
@@ -218,7 +219,7 @@ JSON = st.recursive(
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 def test_a_manifest_with_other_values_is_refused_or_says_what_can_be(data: st.DataObject) -> None:
     """The text is JSON as before, and what it says at some places is not."""
     tree = json.loads(manifest().to_bytes())

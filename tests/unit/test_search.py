@@ -22,6 +22,7 @@ from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.estimate.peak_memory import peak_memory
 from shoal.predict.presets.models import find_model
 from shoal.predict.workload import Workload
+from tests.cover import wide
 from tests.rejects import rejects
 
 
@@ -80,11 +81,11 @@ def test_nothing_is_left_out_that_would_be_faster(model: str, device: str, batch
     [
         ("llama3-8b", "h100:8x4", 8192, 256),
         ("llama3-70b", "h100:8x32", 8192, 512),
-        ("llama3-405b", "h100:8x256", 8192, 1024),
+        wide("llama3-405b", "h100:8x256", 8192, 1024),
         ("mixtral-8x7b", "h100:8x4", 4096, 256),
         ("llama3-8b", "h100:8x8", 131072, 32),
         ("resnet50", "h100:8", 1, 2048),
-        ("gpt3-175b", "a100-80:8x128", 2048, 1536),
+        wide("gpt3-175b", "a100-80:8x128", 2048, 1536),
     ],
 )
 def test_plans_are_legal_and_fit_and_no_neighbour_is_faster(
