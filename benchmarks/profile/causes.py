@@ -203,9 +203,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="")
+    parser.add_argument("--most", type=int, default=20, help="cases")
     parser.add_argument("--docs", action="store_true")
     parser.add_argument("--rank-of", default="", help=argparse.SUPPRESS)
-    asked = arguments(parser, only="recompute")
+    asked = arguments(parser, only="recompute", most=1)
     if asked.rank_of:
         from shoal.comm.rendezvous.environment import read_environment
 
@@ -213,7 +214,7 @@ def main() -> None:
         return
     before = os.getloadavg()[0]
     chosen = [(n, case) for n, case in enumerate(cases(asked.seed), 1) if asked.only in ("", case.cause)]
-    rows = [row(number, case) for number, case in chosen]
+    rows = [row(number, case) for number, case in chosen[: asked.most]]
     named, first = (
         sum(each["named"] in wanted for each in rows) for wanted in (("at try 1", "at try 2"), ("at try 1",))
     )
