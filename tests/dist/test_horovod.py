@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import shoal.horovod as hvd
 from shoal.comm.world import World
 from shoal.errors import ShoalError
+from shoal.horovod import context
 from shoal.horovod.engine.adasum import combine
 from shoal.horovod.errors import MismatchError
 from tests.dist.pool import on_ranks
@@ -229,6 +230,24 @@ def test_gradients_pass_through_collectives(world: World) -> None:
         assert sent.grad.tolist() == [1.0, 1.0, 2.0, 2.0]
         with pytest.raises(NotImplementedError, match="H022"):
             hvd.allreduce(x, op=hvd.Max).sum().backward()
+
+
+@on_ranks(3)
+def test_a_lost_rank_fails_the_others_at_once(world: World) -> None:
+    """Rank 2 loses its connection, as if it had been killed; ranks 0 and 1 are waiting for it."""
+    hvd.init()
+    rank = hvd.rank()
+    try:
+        if rank == 2:
+            control: Any = context.engine().control
+            control.link.close()
+        with pytest.raises(hvd.HorovodInternalError, match=r"has ended without hvd\.shutdown"):
+            hvd.allreduce(torch.ones(1), name="x")
+        with pytest.raises(hvd.HorovodInternalError, match=r"H00[56]"):  # and at once from then on
+            hvd.allreduce(torch.ones(1), name="y")
+    finally:
+        hvd.shutdown()
+    world.barrier()
 
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ SECONDS_TO_DROP = 10.0
 class _Context:
     engine: Engine | None = None
     has_exit_hook: bool = False
+    process: int = 0
+    """The process that has called `init`; its forks have a copy of this."""
 
 
 _context = _Context()
@@ -38,7 +41,7 @@ def engine() -> Engine:
 def start() -> Engine:
     """Start the engine, unless it runs."""
     if _context.engine is None:
-        _context.engine = open_engine()
+        _context.engine, _context.process = open_engine(), os.getpid()
         if not _context.has_exit_hook:
             atexit.register(shutdown)
             _context.has_exit_hook = True
@@ -48,7 +51,7 @@ def start() -> Engine:
 def shutdown() -> None:
     """Leave the other ranks, and close the process group that `init` created. A second call does nothing."""
     current, _context.engine = _context.engine, None
-    if current is None:
+    if current is None or _context.process != os.getpid():  # a fork must not leave in the name of its parent
         return
     current.stop()
     if current.failure and current.world.is_owner and is_cut():

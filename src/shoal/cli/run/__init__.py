@@ -34,6 +34,9 @@ class Run:
     hosts: str | None = None
     """Where they run; also -H. This machine alone: localhost:4."""
 
+    restarts: int = 0
+    """How often a rank that failed is replaced while the others live on; for scripts with `hvd.elastic.run`."""
+
     json: bool = False
     """Print one JSON object when all ranks have ended."""
 
@@ -43,9 +46,10 @@ def main(arguments: Sequence[str]) -> int:
     own, command = split_words(arguments)
     options = parse_options(Run, own, prog="shoal run")
     raise_if(_problems(options, command))
-    ended = run_processes(command, [environment(rank, options.np) for rank in range(options.np)])
+    ended = run_processes(command, options.np, environment, options.restarts)
     if options.json:
-        print(json.dumps({"np": options.np, "command": command, "exit_codes": ended.exit_codes}))
+        answer = {"np": options.np, "command": command, "exit_codes": ended.exit_codes, "restarts": ended.restarts}
+        print(json.dumps(answer))
     if ended.failed_rank is not None:
         rank = ended.failed_rank
         what = f"rank {rank} of {options.np} {ended.how(rank)}; the others were ended"
@@ -69,10 +73,10 @@ def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, words[1:] if words[:1] == ["--"] else words
 
 
-def environment(rank: int, size: int) -> dict[str, str]:
-    """The variables of one rank; `run_processes` adds the port and the key, which all ranks share."""
-    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
-    horovod = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1}
+def environment(rank: int, slot: int, size: int) -> dict[str, str]:
+    """The variables of one rank. `slot` is its place on this machine, and so its GPU; it keeps it when ranks change."""
+    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": slot, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
+    horovod = {"RANK": rank, "SIZE": size, "LOCAL_RANK": slot, "LOCAL_SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1}
     found = {name: str(value) for name, value in names.items()}
     found |= {f"HOROVOD_{name}": str(value) for name, value in horovod.items()}
     found["MASTER_ADDR"] = LOOPBACK
@@ -85,6 +89,8 @@ def _problems(options: Run, command: Sequence[str]) -> list[Problem]:
     problems = []
     if options.np < 1:
         problems.append(Problem("N120", f"-np must be 1 or more, got {options.np}", "shoal run -np 2 python train.py"))
+    if options.restarts < 0:
+        problems.append(Problem("N120", f"--restarts must be 0 or more, got {options.restarts}", "--restarts 1"))
     if not command:
         problems.append(Problem("N121", "there is no command to run", "shoal run -np 2 python train.py"))
     elif shutil.which(command[0]) is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.horovod.collectives.requests import send, wait
+from shoal.horovod.collectives.requests import applied, send, wait
 from shoal.horovod.engine.messages import Kind
 from shoal.horovod.process_sets import ProcessSet, global_process_set
 from shoal.horovod.reduce_ops import ReduceOp
@@ -16,7 +16,7 @@ from shoal.horovod.reduce_ops import ReduceOp
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Join the tensors of all ranks along the first dim, in the order of ranks."""
-    (result,) = _AllGather.apply(name, process_set, False, tensor)
+    (result,) = applied(_AllGather, name, process_set, False, tensor)
     joined: Tensor = result
     return joined
 
@@ -30,7 +30,7 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """Join several tensors, each with those of the other ranks at its place in the list."""
-    return list(_AllGather.apply(name, process_set, True, *tensors))
+    return list(applied(_AllGather, name, process_set, True, *tensors))
 
 
 def grouped_allgather_async(

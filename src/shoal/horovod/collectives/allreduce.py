@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.errors import Problem
 from shoal.horovod.collectives.allgather import allgather_async
-from shoal.horovod.collectives.requests import send, wait
+from shoal.horovod.collectives.requests import applied, send, wait
 from shoal.horovod.compression import Compression
 from shoal.horovod.engine.messages import Kind
 from shoal.horovod.process_sets import ProcessSet, global_process_set
@@ -30,7 +30,7 @@ def allreduce(
     """Return the reduction; the input is unchanged. The gradient is reduced in the same way."""
     small, ctx = compression.compress(tensor)
     scales = (prescale_factor, postscale_factor)
-    (reduced,) = _AllReduce.apply(name, resolve_op(op, average), scales, process_set, False, small)
+    (reduced,) = applied(_AllReduce, name, resolve_op(op, average), scales, process_set, False, small)
     result: Tensor = compression.decompress(reduced, ctx)
     return result
 
@@ -91,7 +91,7 @@ def grouped_allreduce(
     compressed = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
     small = [each for each, _ in compressed]
-    reduced = _AllReduce.apply(name, resolve_op(op, average), scales, process_set, True, *small)
+    reduced = applied(_AllReduce, name, resolve_op(op, average), scales, process_set, True, *small)
     return [compression.decompress(each, ctx) for each, (_, ctx) in zip(reduced, compressed, strict=True)]
 
 
@@ -205,5 +205,5 @@ class _AllReduce(torch.autograd.Function):
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             what = f"allreduce has a gradient for op Average and Sum, got {op.name}"
             raise NotImplementedError(str(Problem("H022", what, "tensor.detach(), or op=hvd.Sum")))
-        reduced = _AllReduce.apply(None, op, scales, process_set, is_group, *[each.contiguous() for each in grads])
+        reduced = applied(_AllReduce, None, op, scales, process_set, is_group, *[each.contiguous() for each in grads])
         return (None, None, None, None, None, *reduced)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.horovod.collectives.requests import send, wait
+from shoal.horovod.collectives.requests import applied, send, wait
 from shoal.horovod.engine.messages import Kind
 from shoal.horovod.process_sets import ProcessSet, global_process_set
 
@@ -20,7 +20,7 @@ def alltoall(
     tensor: Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Return the rows that other ranks have sent. With `splits`, also how many came from each rank."""
-    arrived, received = _AllToAll.apply(tensor, splits, name, process_set)
+    arrived, received = applied(_AllToAll, tensor, splits, name, process_set)
     return arrived if splits is None else (arrived, received)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.horovod import context
-from shoal.horovod.collectives.requests import send, wait
+from shoal.horovod.collectives.requests import applied, send, wait
 from shoal.horovod.engine.messages import Kind
 from shoal.horovod.process_sets import ProcessSet, global_process_set
 from shoal.horovod.reduce_ops import ReduceOp
@@ -19,7 +19,7 @@ def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Return the tensor of `root_rank`, which counts among all ranks also in a process set."""
-    result: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
+    result: Tensor = applied(_Broadcast, tensor, root_rank, name, process_set)
     return result
 
 

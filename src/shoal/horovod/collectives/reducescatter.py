@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import Problem
-from shoal.horovod.collectives.requests import send, wait
+from shoal.horovod.collectives.requests import applied, send, wait
 from shoal.horovod.compression import Compression
 from shoal.horovod.engine.messages import Kind
 from shoal.horovod.errors import internal
@@ -28,7 +28,7 @@ def reducescatter(
 ) -> Tensor:
     """Return my rows of the reduction. If rows do not divide evenly, the first ranks have one more."""
     small, ctx = compression.compress(tensor)
-    (mine,) = _ReduceScatter.apply(name, op, (prescale_factor, postscale_factor), process_set, False, small)
+    (mine,) = applied(_ReduceScatter, name, op, (prescale_factor, postscale_factor), process_set, False, small)
     result: Tensor = compression.decompress(mine, ctx)
     return result
 
@@ -57,7 +57,7 @@ def grouped_reducescatter(
     """Return my rows of the reductions of several tensors."""
     compressed = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
-    mine = _ReduceScatter.apply(name, op, scales, process_set, True, *[each for each, _ in compressed])
+    mine = applied(_ReduceScatter, name, op, scales, process_set, True, *[each for each, _ in compressed])
     return [compression.decompress(each, ctx) for each, (_, ctx) in zip(mine, compressed, strict=True)]
 
 
@@ -84,8 +84,14 @@ def _send(
 ) -> int:
     if op == ReduceOp.ADASUM:
         raise internal(Problem("H023", "reducescatter has no op Adasum", "op=hvd.Average, or hvd.allreduce(...)"))
-    factors = {"prescale": float(scales[0]), "postscale": float(scales[1])}
-    return send(Kind.REDUCESCATTER, tensors, name, process_set, is_group=is_group, op=int(op), **factors)
+    before, after = map(float, scales)
+    return send(
+        *(Kind.REDUCESCATTER, tensors, name, process_set),
+        is_group=is_group,
+        op=int(op),
+        prescale=before,
+        postscale=after,
+    )
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -27,7 +27,7 @@ def send(
 ) -> int:
     """Ask for a collective and return its handle. Names of different kinds do not collide."""
     engine = context.engine()
-    set_id = _registered(kind, process_set)
+    set_id = registered(kind, process_set)
     for tensor in tensors:
         _check_tensor(kind, tensor)
     request = Request(
@@ -46,7 +46,13 @@ def wait(handle: int) -> Any:
     return context.engine().wait(handle)
 
 
-def _registered(kind: Kind, process_set: ProcessSet) -> int:
+def applied(function: Any, *arguments: Any) -> Any:
+    """Call a `torch.autograd.Function`, whose `apply` has no types."""
+    return function.apply(*arguments)
+
+
+def registered(kind: Kind, process_set: ProcessSet) -> int:
+    """Return the number of a set that this rank may use, or raise."""
     number = process_set.process_set_id
     if number is None or not context.engine().is_member(number):
         state = "is not registered" if number is None else f"does not include rank {context.engine().world.rank}"
@@ -55,7 +61,10 @@ def _registered(kind: Kind, process_set: ProcessSet) -> int:
     return number
 
 
-def _check_tensor(kind: Kind, tensor: Tensor) -> None:
+def _check_tensor(kind: Kind, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        what = f"{kind} takes a tensor, got {type(tensor).__name__}"
+        raise ShoalError(what, fix="hvd.broadcast_object(...) for other values", code="H017")
     is_reduced = kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER)
     if tensor.layout is not torch.strided or (is_reduced and tensor.is_complex()):
         what = f"{kind} takes dense real tensors, got {tensor.dtype}, {tensor.layout}"

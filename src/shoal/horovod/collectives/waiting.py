@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shoal.horovod import context
 from shoal.horovod.collectives.alltoall import with_counts
+from shoal.horovod.collectives.requests import registered
 from shoal.horovod.engine.messages import Kind, Request
 from shoal.horovod.process_sets import ProcessSet, global_process_set
 
@@ -28,7 +29,7 @@ def synchronize(handle: int) -> Any:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called this."""
     engine = context.engine()
-    set_id = process_set.process_set_id or 0
+    set_id = registered(Kind.BARRIER, process_set)
     engine.call(Request(kind=Kind.BARRIER, name=engine.unnamed(Kind.BARRIER, set_id), set_id=set_id))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.horovod.basics import init, shutdown
+from shoal.horovod.elastic.rejoin import take_new_place
 from shoal.horovod.elastic.state import State
 from shoal.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt, MismatchError
 
@@ -19,7 +20,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
          └─ reset ◄┤
                    └ HostsUpdatedInterrupt: keep the state
 
-    A `MismatchError` is raised again: the same calls would fail in the same way.
+    Under `shoal run --restarts N` a process that has ended is replaced, and rank 0 is one that has survived. A
+    `MismatchError` is raised again: the same calls would fail in the same way.
     """
 
     @functools.wraps(function)
@@ -38,6 +40,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
             shutdown()
+            take_new_place()
             init()
             state.on_reset()
 

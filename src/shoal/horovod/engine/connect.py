@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from typing import Any
 
 import torch
 
@@ -43,8 +44,9 @@ def _backend(place: Placement | None) -> str | None:
 def _control(world: World, place: Placement | None) -> ControlPlane:
     if world.rank == 0:
         return _listen(world, place)
-    host, port, salt = world.all_gather_object(["", 0, ""])[0]
-    return Client(connect((host, port), world.rank, _secret(world, salt), world.timeout))
+    mine: list[Any] = ["", 0, ""]
+    host, port, salt = world.all_gather_object(mine)[0]
+    return Client(connect((str(host), int(port)), world.rank, _secret(world, salt), world.timeout))
 
 
 def _listen(world: World, place: Placement | None) -> Hub:

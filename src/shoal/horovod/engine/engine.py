@@ -82,7 +82,7 @@ class Engine:
                     what, fix="give each tensor a name of its own, or hvd.synchronize(handle)", code="H003"
                 )
             self._pending[key] = ticket
-            handle = next(self._numbers)
+            handle: int = next(self._numbers)
             self._handles[handle] = ticket
         self.control.submit(request)
         return handle

@@ -58,5 +58,9 @@ class Ticket:
         if self.error is not None:
             raise self.error
         if self.finished is not None:
-            torch.cuda.current_stream(self.inputs[0].device).wait_event(self.finished)
+            stream = torch.cuda.current_stream(self.inputs[0].device)
+            stream.wait_event(self.finished)
+            for tensor in self.result if isinstance(self.result, list | tuple) else [self.result]:
+                if isinstance(tensor, Tensor) and tensor.is_cuda:
+                    tensor.record_stream(stream)  # it was allocated on the stream of the engine
         return self.result
