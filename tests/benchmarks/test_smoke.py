@@ -54,6 +54,8 @@ DEAR = {
     "benchmarks/planner/run.py",
     "benchmarks/precision/run.py",
     "benchmarks/pretrained/run.py",
+    "benchmarks/profile/causes.py",
+    "benchmarks/profile/gpu.py",
     "benchmarks/replica_sync/run.py",
     "benchmarks/verify/huggingface.py",
     "benchmarks/verify/run.py",
