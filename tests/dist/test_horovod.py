@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -297,6 +298,35 @@ def test_distributed_optimizer_equals_one_process(world: World) -> None:
                     optimizer.step()
             for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10, msg=f"{kind.__name__} {name}")
+
+
+class WaitForReductions(torch.autograd.Function):
+    """The identity. Its backward returns when all reductions that were begun are done."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, optimizer: Any) -> Tensor:
+        ctx.optimizer = optimizer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        handles = [handle for handle, _ in ctx.optimizer._handles.values()]
+        assert len(handles) == 2  # of the last layer, whose gradients are complete
+        deadline = time.monotonic() + 30
+        while not all(map(hvd.poll, handles)):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return grads[0], None
+
+
+@on_ranks(2)
+def test_gradients_are_reduced_during_the_backward_pass(world: World) -> None:
+    with started():
+        model = model_of(0)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        inner: Any = WaitForReductions
+        model[2](inner.apply(model[:2](value_of(0, 2, 4)), optimizer)).sum().backward()
+        optimizer.step()
 
 
 @on_ranks(2)

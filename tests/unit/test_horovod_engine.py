@@ -35,11 +35,14 @@ def test_a_name_is_released_when_every_rank_has_it() -> None:
 
 
 def test_small_tensors_of_one_kind_travel_together() -> None:
-    coordinator = Coordinator(1, fusion_bytes=90, largest_fused=64)
-    for name, size, op in [("a", 5, 1), ("b", 5, 3), ("c", 5, 1), ("large", 20, 1), ("d", 15, 1), ("e", 2, 1)]:
-        coordinator.add(0, request(name, size, op=op))
-    # b has another op; large would only be copied; d does not fit any more, and e goes with d
-    assert [each.names for each in coordinator.take()] == [("a", "c"), ("b",), ("large",), ("d", "e")]
+    def batches(fusion_bytes: int) -> list[tuple[str, ...]]:
+        coordinator = Coordinator(1, fusion_bytes=fusion_bytes, largest_fused=64)
+        for name, size, op in [("a", 5, 1), ("b", 5, 3), ("c", 5, 1), ("large", 20, 1), ("d", 15, 1), ("e", 2, 1)]:
+            coordinator.add(0, request(name, size, op=op))
+        return [each.names for each in coordinator.take()]
+
+    assert batches(1000) == [("a", "c", "d", "e"), ("b",), ("large",)]  # b has another op; large would only be copied
+    assert batches(90) == [("a", "c"), ("b",), ("large",), ("d", "e")]  # d does not fit any more
 
 
 def test_rows_of_all_ranks_come_with_an_allgather() -> None:
@@ -55,10 +58,12 @@ def test_a_rank_that_leaves_fails_what_needs_it() -> None:
     coordinator.add(0, request("waits", 2))
     for rank in range(2):
         coordinator.add(rank, request("ready", 2))
+    coordinator.add(1, request("early", 2))
     coordinator.leave(1, "has ended")
-    coordinator.add(0, request("later", 2))
+    for name in ("early", "later"):
+        coordinator.add(0, request(name, 2))
     responses = coordinator.take()
-    assert sorted(response.names[0] for response in responses) == ["later", "ready", "waits"]
+    assert sorted(response.names[0] for response in responses) == ["early", "later", "ready", "waits"]
     assert all("rank 1, which has ended [H005]" in response.error for response in responses)
 
 

@@ -134,7 +134,8 @@ class Engine:
                 self._unnamed.clear()  # ranks that joined early have counted less
         elif response.kind == Kind.ADD_SET and response.value >= 0:
             ranks = response.absent[0].rows
-            group = self.world.new_group(ranks) if len(ranks) > 1 else None
+            options = {} if self.world.is_owner else {"backend": "gloo"}  # as the group of all ranks
+            group = self.world.new_group(ranks, **options) if len(ranks) > 1 else None
             self.sets[response.value] = SetGroup(ranks, group if self.world.rank in ranks else None)
         elif response.kind == Kind.REMOVE_SET:
             self.sets.pop(response.value, None)
