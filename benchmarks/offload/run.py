@@ -1,15 +1,18 @@
 """How near is a step with `offload=optimizer` to its floor?
 
-python benchmarks/offload/run.py [--shape 8b] [--micro-batch 2] [--smoke]
+python benchmarks/offload/run.py [--shape 8b] [--micro-batch 2] [--peer] [--smoke]
 
 The floor of a step is its forward and backward, and then the longest of three that can run side by side: gradients to
-the host, AdamW on the host, weights to the device. All are measured in this process.
+the host, AdamW on the host, weights to the device. All are measured in this process. `--peer`: DeepSpeed's ZeRO-Offload
+before it, in a process of its own, on the same shape.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,8 +28,8 @@ from systems import DEVICE, SHAPES, Shape, drawn, peak_gib, synchronize
 
 from shoal.config.recipe import OptimSection
 from shoal.models.llama import Llama, LlamaConfig
+from shoal.numerics.offload.page_locked import PageLocked
 from shoal.numerics.optim.build import build_optimizer
-from shoal.numerics.page_locked import PageLocked
 from shoal.train.run import Run
 
 GIB = 2**30
@@ -105,6 +108,19 @@ def measured_steps(shape: Shape, micro_batch: int, sequence: int, steps: int) ->
         }
 
 
+def peer(shape: str, micro_batch: int, sequence: int) -> list[dict[str, str]]:
+    """The row of DeepSpeed, or why there is none."""
+    script = Path(__file__).parent / "deepspeed_peer.py"
+    words = ["--shape", shape, "--micro-batch", str(micro_batch), "--sequence", str(sequence)]
+    ended = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, check=False)
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        return [{"what": "DeepSpeed", "seconds": "", "how": (ended.stderr.splitlines() or ["no answer"])[-1][:200]}]
+    told = json.loads(lines[-1])
+    how = f"{told['tokens_per_s']:,.0f} tokens/s, {told['gib']:.1f} GiB on the device"
+    return [{"what": f"DeepSpeed {told['version']}, a step", "seconds": f"{told['step']:.3f}", "how": how}]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="8b", choices=SHAPES)
@@ -112,8 +128,10 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--probe", type=int, default=2**29, help="parameters of the floor's update")
+    parser.add_argument("--peer", action="store_true", help="measure DeepSpeed's ZeRO-Offload as well")
     given = arguments(parser, shape="tiny", micro_batch=1, sequence=16, steps=1, probe=2**16)
     shape = SHAPES[given.shape]
+    beside = peer(given.shape, given.micro_batch, given.sequence) if given.peer else []
     to_host, to_device = link_rates(2 * given.probe)
     rate = update_rate(given.probe)
     found = measured_steps(shape, given.micro_batch, given.sequence, given.steps)
@@ -136,6 +154,7 @@ def main() -> None:
         {"what": "floor", "seconds": f"{floor:.3f}", "how": "the first, and the longest of the other three"},
         {"what": "update", "seconds": f"{found['update']:.3f}", "how": "measured by itself"},
         {"what": "step", "seconds": f"{found['step']:.3f}", "how": f"floor / step = {floor / found['step']:.3f}"},
+        *beside,
     ]
     tokens = given.micro_batch * given.sequence
     title = f"Offload: {shape.parameters / 1e9:.2f} B parameters, {given.micro_batch} x {given.sequence} tokens"
@@ -147,7 +166,7 @@ def main() -> None:
     )
     text = "\n".join([heading(title, question), table(rows)])
     print(text)
-    print("written to", write("offload", text), flush=True)
+    print("written to", write("offload-peer" if given.peer else "offload", text), flush=True)
 
 
 if __name__ == "__main__":

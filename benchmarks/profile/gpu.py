@@ -1,6 +1,6 @@
 """Does a profile on a GPU say what happens there, and what does it cost?
 
-python benchmarks/profile/gpu.py [--plans "bf16 mb=32" "bf16 mb=16 recompute=full"] [--steps 5] [--rounds 5]
+python benchmarks/profile/gpu.py [--plans "bf16 mb=32" "bf16 mb=16 recompute=full"] [--steps 5] [--rounds 3]
 
 A llama makes steps on random tokens, in turns: without a profile, with one, and with torch's profiler. The sum of the
 parts is compared with the clock of the host, from one synchronisation to another. The time in which kernels run, as a
@@ -43,16 +43,18 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", default=["bf16 mb=32", "bf16 mb=16 recompute=full"])
     parser.add_argument("--size", choices=SIZES, default="large")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=5, help="of every turn")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     asked = arguments(parser, plans=["fp32 mb=4"], size="tiny", batch=4, sequence=16, steps=1, rounds=1, device="cpu")
-    found = [measured(asked, plan) for plan in asked.plans]
+    found = []
+    for plan in asked.plans:
+        found.append(measured(asked, plan))
+        print(json.dumps(found[-1]), flush=True)
     text = heading("A profile on a GPU", "Do the parts add to the step, are kernels busy for as long as CUPTI says?")
     text += table([_row(each) for each in found])
     print(text)
-    print(json.dumps(found))
     print(write("profile-gpu", text))
 
 

@@ -64,6 +64,29 @@ def test_open_mpi(host: Host, reference: list[float], tmp_path: Path) -> None:
     assert_same(together(host, places, tmp_path), tmp_path, reference)
 
 
+def test_deepspeed(host: Host, reference: list[float], tmp_path: Path) -> None:
+    """Its launcher has names of its own, and adds a word after the name of the module."""
+    job = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    job["MASTER_PORT"] = str(free_port())
+    places = [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    started = [host.start(f"--local_rank={rank}", *WORDS, cwd=tmp_path, env=place) for rank, place in enumerate(places)]
+    assert_same([Ended(rank.wait(), rank.told, rank.said) for rank in started], tmp_path, reference)
+
+
+@pytest.mark.wide
+def test_mpich(host: Host, reference: list[float], tmp_path: Path) -> None:
+    job = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MASTER_PORT": str(free_port())}
+    places = [job | dict.fromkeys(("PMI_RANK", "MPI_LOCALRANKID"), str(rank)) for rank in range(2)]
+    assert_same(together(host, places, tmp_path), tmp_path, reference)
+
+
+@pytest.mark.wide
+def test_a_launcher_that_gives_rank_size_and_address_alone(host: Host, reference: list[float], tmp_path: Path) -> None:
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    places = [{**job, "RANK": str(rank)} for rank in range(2)]
+    assert_same(together(host, places, tmp_path), tmp_path, reference)
+
+
 def test_all_ranks_refuse_what_rank_0_cannot_have(host: Host, tmp_path: Path) -> None:
     """Else the others would wait for it until their time is out."""
     (tmp_path / "run").mkdir()

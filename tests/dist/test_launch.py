@@ -70,7 +70,7 @@ class Launcher:
         assert num_children == 0
         assert files == []
         pids = [int(path.read_text()) for path in (self.directory / "pids").iterdir()]
-        assert [pid for pid in pids if is_alive(pid)] == []
+        wait_until(lambda: not any(map(is_alive, pids)), 5)  # one that was killed takes a moment on a busy machine
         return outcome
 
 

@@ -9,7 +9,7 @@ import torch
 
 import shoal
 from shoal.models import llama
-from shoal.numerics.offload import HostCopies
+from shoal.numerics.offload.host_copies import HostCopies
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,7 +47,7 @@ def test_buckets_of_an_offloaded_optimizer(bucket: int) -> None:
     weights = [torch.randn(size, 64, dtype=torch.float64, device="cuda") for size in (1, 700, 3, 64, 5000)]
     on_device, offloaded = ([torch.nn.Parameter(one.clone()) for one in weights] for _ in range(2))
     optimizer = torch.optim.AdamW(offloaded, lr=0.1, fused=True)
-    copies, expected = HostCopies(optimizer, lambda one: one, bucket), torch.optim.AdamW(on_device, lr=0.1)
+    copies, expected = HostCopies(optimizer, lambda one: one, bucket=bucket), torch.optim.AdamW(on_device, lr=0.1)
     for _ in range(5):
         for one, other in zip(on_device, offloaded, strict=True):
             one.grad = torch.randn_like(one) @ torch.randn(64, 64, dtype=torch.float64, device="cuda")

@@ -26,6 +26,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 ReturnToService=2
+EnforcePartLimits=ALL
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 StateSaveLocation={folder}/state
@@ -76,7 +77,9 @@ class Cluster:
 
     def kill_node(self, name: str) -> None:
         """Kill a node's daemon and all processes that it has started, as a machine that loses its power does."""
-        self.daemons.pop(name).kill()
+        daemon = self.daemons.pop(name)
+        daemon.kill()
+        daemon.wait()
         for process in Path("/proc").glob("[0-9]*"):
             if f"SLURMD_NODENAME={name}\0".encode() in _read(process / "environ") or _is_step_of(process, name):
                 os.kill(int(process.name), 9)

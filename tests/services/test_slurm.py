@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_lost_host import SLOW
+from tests.cli.test_lost_host import SLOW as QUICK
 from tests.services.slurm_cluster import Cluster, missing, slurm_cluster
 
 pytestmark = [
@@ -32,6 +32,7 @@ checkpoint: {{every: 1000step}}
 run: {{name: small, duration: {NUM_STEPS}step}}
 plan: fp64
 """
+SLOW = QUICK.replace("0.05", "0.4")  # a step takes longer than a command
 OF_TWO = ["--nodes", "2", "--env", "MASTER_ADDR=127.0.0.1"]  # n1 and n2 have no addresses of their own
 
 
@@ -44,10 +45,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "own.py").write_text(SLOW)
     (tmp_path / "small.yaml").write_text(RECIPE)
-    return tmp_path
+    yield tmp_path
+    cluster.call("scancel", "--user=root")  # what a test that has failed has left
+    until(lambda: not cluster.call("squeue", "--noheader"), 60, lambda: cluster.call("squeue"))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +99,9 @@ def field(cluster: Cluster, job: str, name: str) -> str:
 
 
 def submitted(cluster: Cluster, folder: Path, *words: str) -> str:
-    job = shoal("launch", "slurm", "small.yaml", *OF_TWO, "--submit", *words, cwd=folder, env=cluster.env)["job"]
+    job = shoal(
+        "launch", "slurm", "small.yaml", *OF_TWO, "--submit", "--unchecked", *words, cwd=folder, env=cluster.env
+    )["job"]
     return str(job)
 
 
@@ -107,7 +112,17 @@ def test_a_preempted_job_is_requeued_and_ends_with_the_same_losses(
     log, run = folder / "jobs" / f"small-{job}.log", folder / "runs" / "small"
     until(lambda: len(losses(run)) >= 5, 60, lambda: said(cluster, log))
     again = shoal(
-        "launch", "slurm", "small.yaml", *OF_TWO, "--submit", "--time", "10", cwd=folder, env=cluster.env, code=2
+        "launch",
+        "slurm",
+        "small.yaml",
+        *OF_TWO,
+        "--submit",
+        "--unchecked",
+        "--time",
+        "10",
+        cwd=folder,
+        env=cluster.env,
+        code=2,
     )
     assert again["error"]["problems"][0]["code"] == "J012"
     assert f"{job} is running" in again["error"]["problems"][0]["what"]
@@ -138,7 +153,7 @@ def test_a_job_whose_time_is_nearly_over_saves_and_is_requeued(
     job = submitted(cluster, folder)
     log, run = folder / "jobs" / f"small-{job}.log", folder / "runs" / "small"
     until(lambda: field(cluster, job, "JobState") == "RUNNING", 30, lambda: job)
-    until(lambda: "StepId" in cluster.call("scontrol", "show", "step", f"{job}.0"), 30, lambda: job)
+    until(lambda: f"{job}.0" in cluster.call("squeue", "--steps", "--noheader", "--format=%i"), 30, lambda: job)
     cluster.call("scancel", "--signal=USR1", job)
     until(lambda: field(cluster, job, "Restarts") == "1", 60, lambda: said(cluster, log))
     until(lambda: len(losses(run)) >= 5, 90, lambda: said(cluster, log))
@@ -202,9 +217,9 @@ def test_an_array_is_a_sweep(cluster: Cluster, folder: Path) -> None:
     ("words", "fix"),
     [
         (["--partition", "no-such"], "sinfo -s"),
-        (["--nodes", "3"], "sinfo"),
+        (["--nodes", "3", "--data.global_batch", "6"], "sinfo"),
         (["--time", "9-0"], "--time"),
-        (["--gpus", "8", "--launch.device", "cuda"], "--gpus"),
+        (["--gpus", "8", "--launch.device", "cuda", "--data.global_batch", "16"], "--gpus"),
     ],
 )
 def test_a_rejected_job(words: list[str], fix: str, cluster: Cluster, folder: Path) -> None:
@@ -224,7 +239,9 @@ def test_a_full_cluster_is_reported_and_nothing_is_submitted_twice(cluster: Clus
     try:
         job = submitted(cluster, folder)
         until(lambda: field(cluster, job, "Reason") in ("Resources", "Priority"), 30, lambda: job)
-        again = shoal("launch", "slurm", "small.yaml", *OF_TWO, "--submit", cwd=folder, env=cluster.env, code=2)
+        again = shoal(
+            "launch", "slurm", "small.yaml", *OF_TWO, "--submit", "--unchecked", cwd=folder, env=cluster.env, code=2
+        )
         assert f"{job} is pending (" in again["error"]["problems"][0]["what"]
         cluster.call("scancel", job)
     finally:

@@ -40,6 +40,19 @@ OPENMPI = {
 }
 
 
+DEEPSPEED = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_SIZE": "4",
+    "CROSS_RANK": "1",
+    "CROSS_SIZE": "2",
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "29501",
+}
+HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"}
+
+
 def changed(environ: Mapping[str, str], **changes: str | None) -> dict[str, str]:
     return {name: value for name, value in {**environ, **changes}.items() if value is not None}
 
@@ -83,6 +96,30 @@ def place(rank: int, size: int, local_rank: int, local_size: int, node: int, *re
             changed(SLURM, SLURM_TASKS_PER_NODE=None, SLURM_NTASKS_PER_NODE="4", MASTER_ADDR="10.0.0.1"),
             place(9, 11, 1, 4, 2, "10.0.0.1", 12345, "slurm"),
             id="slurm-own-address",
+        ),
+        pytest.param(DEEPSPEED, place(5, 8, 1, 4, 1, "node7", 29501, "torchrun"), id="deepspeed"),
+        pytest.param(
+            changed(DEEPSPEED, LOCAL_SIZE=None), place(5, 8, 1, 4, 1, "node7", 29501, "torchrun"), id="size-from-hosts"
+        ),
+        pytest.param(
+            changed(TORCHRUN, LOCAL_WORLD_SIZE=None, GROUP_RANK=None, MASTER_ADDR="127.0.0.1", LOCAL_RANK="5"),
+            place(5, 8, 5, 8, 0, "127.0.0.1", 29501, "torchrun"),
+            id="all-on-the-loopback",
+        ),
+        pytest.param(
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1234"},
+            place(1, 2, 1, 2, 0, "localhost", 1234, "torchrun"),
+            id="without-local-rank",
+        ),
+        pytest.param(HYDRA, place(2, 3, 2, 3, 0, "127.0.0.1", 29500, "openmpi"), id="hydra"),
+        pytest.param({**SLURM, **HYDRA}, place(2, 3, 2, 3, 0, "127.0.0.1", 12345, "openmpi"), id="hydra-in-slurm"),
+        pytest.param(
+            {**SLURM, "PMI_RANK": "9", "PMI_SIZE": "11"}, place(9, 11, 1, 3, 2, "gpu08", 12345, "slurm"), id="srun-pmi"
+        ),
+        pytest.param(
+            {name.replace("OMPI", "MV2"): value for name, value in OPENMPI.items()},
+            place(2, 3, 2, 3, 0, "127.0.0.1", 29500, "openmpi"),
+            id="mvapich",
         ),
         pytest.param(OPENMPI, place(2, 3, 2, 3, 0, "127.0.0.1", 29500, "openmpi"), id="openmpi-one-host"),
         pytest.param({**SLURM, **OPENMPI}, place(2, 3, 2, 3, 0, "127.0.0.1", 12345, "openmpi"), id="openmpi-in-slurm"),
@@ -179,6 +216,20 @@ def test_the_job_is_what_the_launcher_calls_it() -> None:
     assert job(SLURM) == "4711"
     assert job({**SLURM, "SLURM_HET_JOB_ID": "4710"}) == "4710"
     assert job({**SLURM, **OPENMPI}) == ""
+
+
+@pytest.mark.parametrize(
+    ("environ", "generation"),
+    [
+        (changed(SLURM, SLURM_RESTART_COUNT="2"), 2),
+        (SLURM, 0),
+        (changed(TORCHRUN, SLURM_RESTART_COUNT="2", TORCHELASTIC_RESTART_COUNT="1"), 3),
+    ],
+)
+def test_a_requeued_job_is_a_later_generation(environ: dict[str, str], generation: int) -> None:
+    found = read_environment(environ)
+    assert found is not None
+    assert found.generation == generation
 
 
 def test_port_is_the_same_on_all_ranks_of_a_step_and_differs_between_steps() -> None:

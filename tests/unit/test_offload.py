@@ -4,6 +4,8 @@ tests/gpu/test_layouts.py; here the device is the CPU too."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shoal
-from shoal.numerics.offload import HostCopies, num_step_hooks
+from shoal.blueprint.plan import Plan
+from shoal.numerics.offload.host_copies import HostCopies, num_step_hooks
+from tests.rejects import rejects
 
 STEPS = 4
 
@@ -32,11 +36,13 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8), nn.Linear(8, 1, bias=False)).double()
 
 
-def trained(make: Callable[[Iterable[Any]], Optimizer], *, bucket: int | None) -> list[torch.Tensor]:
+def trained(
+    make: Callable[[Iterable[Any]], Optimizer], *, bucket: int | None, folder: str | None = None
+) -> list[torch.Tensor]:
     """The weights after some steps; `bucket`: bytes of it in host memory, None: not offloaded."""
     net = model()
     optimizer = make(net.parameters())
-    copies = HostCopies(optimizer, lambda one: one, bucket) if bucket is not None else None
+    copies = HostCopies(optimizer, lambda one: one, bucket=bucket, folder=folder) if bucket is not None else None
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):
         net.zero_grad(set_to_none=True)
@@ -63,6 +69,48 @@ def trained(make: Callable[[Iterable[Any]], Optimizer], *, bucket: int | None) -
 def test_updates_by_buckets_are_those_of_the_device(make: Callable[[Iterable[Any]], Optimizer], bucket: int) -> None:
     for one, other in zip(trained(make, bucket=bucket), trained(make, bucket=None), strict=True):
         assert torch.equal(one, other)
+
+
+def test_states_in_files_make_the_same_updates(tmp_path: Path) -> None:
+    def make(parameters: Iterable[Any]) -> Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.05, fused=True)
+
+    found = trained(make, bucket=200, folder=str(tmp_path))
+    assert all(map(torch.equal, found, trained(make, bucket=None)))
+    assert not list(tmp_path.iterdir()), "the files have no name"
+
+
+def test_states_that_are_loaded_go_to_files(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    copies = HostCopies(optimizer, lambda one: one, folder=str(tmp_path))
+    assert copies.files is not None
+    for _ in range(2):
+        net(torch.ones(1, 8, dtype=torch.float64)).sum().backward()
+        copies.step()
+        states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+        assert len(states) == 10
+        assert all(map(copies.files.holds, states))
+        optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+        assert not any(copies.files.holds(state["exp_avg"]) for state in optimizer.state.values())
+
+
+def test_a_folder_that_cannot_hold_the_states_is_named(tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(model().parameters(), lr=0.1)
+    copies = HostCopies(optimizer, lambda one: one, folder=str(tmp_path / "absent"))
+    for parameter, _ in copies.pairs:
+        parameter.grad = torch.ones_like(parameter)
+    with rejects("T092", "absent", "No such file"):
+        copies.step()
+
+
+def test_words_of_a_plan_name_the_folder() -> None:
+    plan = Plan.parse("zero=1 offload=optimizer:/mnt/NVMe")
+    assert (plan.offloaded, plan.offload_folder) == ("optimizer", "/mnt/NVMe")
+    assert Plan.parse(str(plan)) == plan
+    for wrong in ("optimizer:", "parameters:/mnt", "optimizer:/a b"):
+        with rejects("P006", "offload must be none, optimizer or parameters"):
+            Plan(offload=wrong)
 
 
 def test_an_optimizer_of_the_users_own_steps_once() -> None:
@@ -94,3 +142,25 @@ def test_the_predicted_time_is_that_of_the_benchmark() -> None:
     assert best.memory.allocated / 2**30 == pytest.approx(66.7, rel=0.01)
     assert best.time.total == pytest.approx(2.85, rel=0.1)
     assert best.time.optimizer == 0
+
+
+def test_a_run_with_states_in_files_saves_and_resumes_as_any_other(tmp_path: Path) -> None:
+    def losses(plan: str, steps: int, *, load: bool = False, save: bool = False) -> list[float]:
+        net = model()
+        with shoal.Run(plan, device="cpu", loss=lambda net, batch: net(batch).square().mean()) as run:
+            run.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.05))
+            if load:
+                run.load(tmp_path / "saved")
+            batches = [torch.randn(6, 8, generator=torch.Generator().manual_seed(step)).double() for step in range(6)]
+            done = 3 if load else 0
+            found = [run.step(batch).item() for batch in batches[done : done + steps]]
+            if save:
+                run.save(tmp_path / "saved")
+        return found
+
+    (tmp_path / "states").mkdir()
+    in_files = f"fp64 offload=optimizer:{tmp_path / 'states'}"
+    expected = losses("fp64", 6)
+    assert losses(in_files, 3, save=True) == expected[:3]
+    assert losses(in_files, 3, load=True) == expected[3:]
+    assert losses("fp64", 3, load=True) == expected[3:]

@@ -116,6 +116,27 @@ def test_a_wait_is_for_the_last_rank_and_then_for_the_wire() -> None:
     assert stages[0].steps[0]["bubble"] == pytest.approx(0.03)
 
 
+def test_a_rank_that_saves_longer_is_no_straggler() -> None:
+    """Rank 0 writes alone while rank 1 waits at the next collective; waits inside of a save are saving, too."""
+    spans = [
+        [Span("save", 0, end=60_000_000)],
+        [Span("tp", 0, "1|1", is_wait=True, end=60_000_000)],
+    ]
+    arrived = [{"1|1": 60_000_000}, {"1|1": 0}]
+    found = Profile.of([record(rank, spans[rank], arrived[rank]) for rank in range(2)])
+    assert found.verdict.kind == "saving"
+    assert found.verdict.evidence == "the other ranks wait 60% of a step for rank 0, which spends 60 ms more in save"
+
+
+def test_waits_inside_of_a_save_are_saving(clock: Clock) -> None:
+    timer = current.timer
+    assert timer is not None
+    with part("save"), waiting("world", enter("1")):
+        clock.now = 5
+    timer.end_step()
+    assert own_times(timer.steps[0]) == {"save": 5, "other": 0}
+
+
 def test_communication_is_hidden_until_it_is_waited_for() -> None:
     spans = [
         Span("tp", 50, "1|1", is_wait=True, end=60),  # started at 10, over at 60

@@ -64,11 +64,18 @@ srun --kill-on-bad-exit=0 --wait=60 shoal train small.yaml --optim.lr 1e-3 || co
 
 # The time is nearly over, or the job is preempted. 130: the run has saved and stopped;
 # 138 and 143: USR1 or TERM came before its first step.
-case "$code" in 130 | 138 | 143)
-    if (( restarts < 3 )); then
-        scontrol requeue "$SLURM_JOB_ID"
-    fi ;;
+# 2 is a mistake in the recipe. Anything else is a failure, such as a lost node or a killed rank.
+case "$code" in
+    0 | 2) again=0 ;;
+    130 | 138 | 143) again=1 ;;
+    *)
+        failures=jobs/"$SLURM_JOB_NAME-$SLURM_JOB_ID.failures"
+        echo "exit code $code" >> "$failures"
+        (( again = $(wc -l < "$failures") <= 3 )) || true ;;
 esac
+if (( again && restarts < 3 )); then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
 exit "$code"
 """
 
@@ -105,6 +112,26 @@ def test_time_limits(text: str, seconds: int) -> None:
 def test_malformed_time_limits(text: str) -> None:
     with rejects("J003", repr(text)):
         read_time(text)
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "failures", "is_requeued"),
+    [(0, 0, 0, False), (2, 0, 0, False), (130, 0, 9, True), (130, 3, 0, False), (138, 1, 0, True), (143, 0, 0, True),
+     (3, 0, 0, True), (137, 0, 2, True), (3, 0, 3, False)],
+)  # fmt: skip
+def test_which_exit_codes_are_requeued(
+    code: int, restarts: int, failures: int, is_requeued: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "small-7.failures").write_text("exit code 3\n" * failures)
+    program(tmp_path, "srun", f"exit {code}")
+    program(tmp_path, "scontrol", 'echo "$@" > requeued')
+    script = SCRIPT.replace("source venv/bin/activate", "")
+    environ = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "small"}
+    environ["SLURM_RESTART_COUNT"] = str(restarts)
+    ended = subprocess.run(["bash"], input=script, text=True, cwd=tmp_path, env=environ, check=False)
+    assert ended.returncode == code
+    assert (tmp_path / "requeued").exists() == is_requeued
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────

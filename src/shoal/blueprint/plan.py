@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from shoal.blueprint.layout import Layout, divisors
 from shoal.blueprint.plan_conflicts import VIRTUAL_STAGES as VIRTUAL_STAGES
@@ -87,8 +87,9 @@ class Plan:
     precision: Precision = "fp32"
     """The dtype of the matrix products in forward and backward."""
 
-    offload: Offload = "none"
-    """State in host memory: none, the optimizer state, or also the parameters."""
+    offload: str = "none"
+    """State in host memory: none, the optimizer state, or also the parameters. `optimizer:FOLDER`: the optimizer state
+    in files."""
 
     compress: str | None = None
     """Gradient compression between replicas: `fp16`, `bf16`, `int8`, `1bit`, `topk:0.01`, `randomk:0.1` or
@@ -205,6 +206,16 @@ class Plan:
     def _remainder_axis(self) -> str:
         """The axis that gets the ranks that no other axis claims."""
         return "dp_shard" if self._zero else "dp_replicate"
+
+    @property
+    def offloaded(self) -> Offload:
+        """What is offloaded, wherever to."""
+        return cast("Offload", self.offload.partition(":")[0])
+
+    @property
+    def offload_folder(self) -> str | None:
+        """Where the optimizer state is; None: in memory."""
+        return self.offload.partition(":")[2] or None
 
     @property
     def compression(self) -> compression.Compression | None:

@@ -18,6 +18,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "looped", "zb", "zbv", "dualp
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 Offload = Literal["none", "optimizer", "parameters"]
+"""What is offloaded. `offload=optimizer:FOLDER` has a folder beside it."""
 Context = Literal["ring", "ulysses"]
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
@@ -134,6 +135,8 @@ def check_values(values: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(
                 "P005", f"{key} must be a whole number of at least 1, got {value!r}", f"{key}=1, {key}=2, ..."
             )
+        elif key == "offload" and _is_to_folder(value):
+            continue
         elif key in CHOICES and (type(value), value) not in _LEGAL[key]:
             legal = listed(CHOICES[key])
             yield Problem("P006", f"{key} must be {legal}, got {value!r}", f"{key}={legal}")
@@ -143,6 +146,12 @@ def check_values(values: Mapping[str, Any]) -> Iterator[Problem]:
             yield from filter(None, [compression.check_word(value)])
         elif key == "sync":
             yield from filter(None, [local_sgd.check_word(value)])
+
+
+def _is_to_folder(value: Any) -> bool:
+    """Whether a value of `offload` names a folder. Words of a plan have no spaces."""
+    kind, colon, folder = value.partition(":") if isinstance(value, str) else ("", "", "")
+    return kind == "optimizer" and bool(colon and folder) and not any(map(str.isspace, folder))
 
 
 def unknown_key(key: str, value: object) -> Problem:

@@ -17,7 +17,7 @@ VERBS = {
     "plan": "rank all plans for a model on a cluster by predicted speed and memory, with reasons",
     "train": "train a recipe on this machine, or as one rank under torchrun, Slurm or mpirun",
     "run": "start a script on several ranks of this machine, as horovodrun does",
-    "launch": "write, submit and follow jobs of Slurm",
+    "launch": "write, submit and follow jobs of Slurm and Kubernetes",
     "agent": "be one host of `shoal train --hosts`, where ssh does not start it",
     "verify": "compare a plan with one process: every gradient and weight, communicated bytes and memory",
     "profile": "time a few steps by part, and say what bounds them and what to change",

@@ -110,9 +110,10 @@ class Export:
     to: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TO")]
     """The file or folder to write."""
 
-    format: Literal["safetensors", "huggingface", "dcp", "torch", "peft"] = "safetensors"
+    format: Literal["safetensors", "huggingface", "dcp", "torch", "peft", "deepspeed"] = "safetensors"
     """safetensors: one file. huggingface: a folder with files, index and, of a llama, config.json. dcp: a folder of
-    torch.distributed.checkpoint. torch: a state dict of torch.save. peft: a folder of adapters that PEFT loads."""
+    torch.distributed.checkpoint. torch: a state dict of torch.save. peft: a folder of adapters that PEFT loads.
+    deepspeed: a folder whose weights DeepSpeed loads."""
 
     step: int | None = None
     """The step. None: the newest."""
@@ -142,12 +143,12 @@ class Import:
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FROM")]
-    """A safetensors file, a folder of them, or a folder of torch.distributed.checkpoint."""
+    """A safetensors file, a folder of them, or a folder of torch.distributed.checkpoint or of DeepSpeed."""
 
     to: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TO")]
     """The directory to create."""
 
-    format: Literal["auto", "safetensors", "huggingface", "dcp"] = "auto"
+    format: Literal["auto", "safetensors", "huggingface", "dcp", "deepspeed"] = "auto"
     """The format of the source. auto: by the names of its files."""
 
     step: int = 0

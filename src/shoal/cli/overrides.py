@@ -55,12 +55,13 @@ def _read_below(
     config: Path, recipe: Path | None, overrides: list[tuple[str, str]], problems: list[Problem], *, several_hosts: bool
 ) -> RecipeReading:
     """The recipe, with a config of DeepSpeed above it and the settings of the command line above both."""
-    from shoal.cli.other_systems.deepspeed import LOSS, as_json, table, translated_for_recipe
+    from shoal.cli.other_systems.deepspeed import LOSS, translated_for_recipe
+    from shoal.cli.other_systems.table import table
 
     found = translated_for_recipe(config, recipe, overrides, several_hosts=several_hosts)
     reading = read_recipe(recipe, [*found.overrides(), *overrides], [*problems, *found.problems])
-    note = f"{table(config, found.lines, [key for key, _ in overrides])}\n  {LOSS}"
-    return replace(reading, notes=(*reading.notes, note), translated=tuple(as_json(found.lines)))
+    note = f"{table(str(config), found.lines, [key for key, _ in overrides])}\n  {LOSS}"
+    return replace(reading, notes=(*reading.notes, note), translated=tuple(line.to_mapping() for line in found.lines))
 
 
 def settings_as_words(kind: type[Any], arguments: Sequence[str]) -> list[str]:

@@ -35,6 +35,10 @@ class Options(PlanRequest):
     deepspeed: Path | None = None
     """A ds_config.json of DeepSpeed, whose parallelism, batch and precision every plan must have."""
 
+    megatron: str | None = None
+    """Arguments of Megatron-LM, such as "--tensor-model-parallel-size 2 --bf16", which every plan must have; sizes of
+    the model and the batch are taken over, too."""
+
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
 
@@ -44,9 +48,9 @@ class Options(PlanRequest):
 
 def main(arguments: Sequence[str]) -> int:
     """Print the plans; return 0 if one fits, else 1."""
-    options = parse_options(Options, arguments, prog="shoal plan")
+    options = parse_options(Options, _with_quoted(arguments), prog="shoal plan")
     translated: list[Line] = []
-    if options.deepspeed is not None:
+    if options.deepspeed is not None or options.megatron is not None:
         from shoal.cli.other_systems.in_plan import with_translation
 
         options, translated = with_translation(options, arguments)
@@ -69,3 +73,16 @@ def main(arguments: Sequence[str]) -> int:
     else:
         show(lambda console: render(console, found), sys.stdout, width=WIDTH)
     return 0 if found.best else 1
+
+
+def _with_quoted(arguments: Sequence[str]) -> list[str]:
+    """The words, with the value of `--megatron`, which begins with dashes, joined to it.
+
+    >>> _with_quoted(["llama3-8b", "--megatron", "--bf16 --seq-length 4096", "--json"])
+    ['llama3-8b', '--megatron=--bf16 --seq-length 4096', '--json']
+    """
+    words = list(arguments)
+    if "--megatron" in words[:-1]:
+        place = words.index("--megatron")
+        words[place : place + 2] = [f"--megatron={words[place + 1]}"]
+    return words

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
@@ -121,7 +122,7 @@ def _optimizer(found: Translation, model: nn.Module, given: Any, parameters: Ite
     """The optimizer that is given, or the config's; None: there is none, and the engine only computes."""
     groups = build.trained(model) if parameters is None else list(parameters)
     if given is not None:
-        return given if isinstance(given, Optimizer) else given(groups)  # type: ignore[no-any-return]
+        return given if isinstance(given, Optimizer) else given(groups)
     return None if found.optimizer is None else build.build_optimizer(found.optimizer, groups)
 
 
@@ -143,6 +144,8 @@ def _schedule(found: Translation, optimizer: Optimizer | None, given: Any) -> An
 
 def _world(device: str) -> World:
     """The ranks, gathered once in this process."""
+    if _worlds and not dist.is_initialized():  # `engine.destroy()` has left them
+        _worlds.clear()
     if not _worlds:
         _worlds.append(World.start(read_environment(os.environ), device=device))
     return _worlds[0]

@@ -26,11 +26,12 @@ def build_run(found: Translation, world: World, device: str) -> Run:
     """The run of a config. DeepSpeed drops the update of a step that is not finite, except in fp32, where it
     continues with NaN and shoal stops."""
     plan = {key: value for key, value in found.plan.items() if value is not None}
-    settings: Settings = {OF_RUN[key]: value for key, value in found.settings.items() if key in OF_RUN}  # type: ignore[assignment]
     is_low = plan.get("precision", "fp32") != "fp32"
-    return Run(
-        plan, world=world, device=device, on_nan="skip" if is_low else "stop", loss_mean="microbatch", **settings
-    )
+    settings: Settings = {"on_nan": "skip" if is_low else "stop", "loss_mean": "microbatch"}
+    for key, name in OF_RUN.items():
+        if key in found.settings:
+            settings[name] = found.settings[key]  # type: ignore[literal-required]
+    return Run(plan, world=world, device=device, **settings)
 
 
 def build_optimizer(choice: OptimizerChoice, parameters: Iterable[Any]) -> Optimizer:

@@ -38,6 +38,8 @@ class JobSpec:
     """Seconds before the time limit at which the run is signalled to save and stop."""
     max_requeues: int = 20
     """How often the job may be started again."""
+    max_failures: int = 3
+    """How often the job is started again after the run has failed."""
     image: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     setup: tuple[str, ...] = ()

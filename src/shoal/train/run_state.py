@@ -29,7 +29,7 @@ from shoal.comm.world import World
 from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.errors import ShoalError
 from shoal.numerics.gradients import LossScale
-from shoal.numerics.offload import HostCopies
+from shoal.numerics.offload.host_copies import HostCopies
 from shoal.numerics.precision import precision_of
 from shoal.parallel.context.attention import cut_batch, is_cut
 from shoal.parallel.parallel_model import ParallelModel

@@ -232,7 +232,7 @@ def _notes(case: Case) -> Iterator[str]:
     if case.not_verified:
         was = "was" if len(case.not_verified) == 1 else "were"
         yield f"{' and '.join(case.not_verified)} {was} not verified: the layout was"
-    if case.plan.offload != "none" and case.device == "cpu":
+    if case.plan.offload != "none" and case.plan.offload_folder is None and case.device == "cpu":
         yield f"offload={case.plan.offload} was not verified: it has no effect on a CPU; --device cuda verifies it"
     if case.plan.zero and layout.dp_shard * layout.cp == 1:
         yield f"zero={case.plan.zero} shards nothing here: dp_shard and cp are 1"

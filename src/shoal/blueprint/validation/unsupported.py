@@ -19,6 +19,6 @@ def check_unsupported(plan: Plan) -> Iterator[Problem]:
     if plan.compression is not None and plan.compression.feeds_back and plan.precision == "fp16" and not plan.sync:
         what = f"compress={plan.compress} keeps a residual, which the changing loss scale of fp16 would make wrong"
         yield Problem("P050", what, "bf16 in place of fp16, or compress=int8")
-    if plan.sync and plan.offload == "optimizer":
+    if plan.sync and plan.offloaded == "optimizer":
         what = f"sync={plan.sync} exchanges weights on the device, and offload=optimizer updates them on the host"
         yield Problem("P051", what, "offload=none or parameters")

@@ -1,5 +1,5 @@
 """Export a step: to one safetensors file, a Hugging Face folder, a folder of torch.distributed.checkpoint, a state dict
-of torch, or a folder of PEFT.
+of torch, or a folder of PEFT or DeepSpeed.
 
 Every value is checked when it is read, and only a box of one tensor is in memory. The output has the name of a draft
 until all of it is on the disk: a process that dies before leaves nothing under the requested name.
@@ -12,7 +12,8 @@ import mmap
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.formats import adapter, dcp, huggingface, safetensors
+from shoal.checkpoint.formats.deepspeed.write import as_model_file
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
 from shoal.checkpoint.full_tensor import FullTensors
 from shoal.checkpoint.state.base_fingerprint import BASE
@@ -29,8 +31,9 @@ from shoal.checkpoint.storage.locate import SavedStep
 from shoal.checkpoint.storage.manifest import SIZES
 from shoal.checkpoint.storage.shard_file import DTYPES
 from shoal.errors import RunFailed, ShoalError
+from shoal.files import write_text
 
-FORMATS = ("safetensors", "huggingface", "dcp", "torch")
+FORMATS = ("safetensors", "huggingface", "dcp", "torch", "deepspeed")
 """Formats of a whole model. `peft` is that of adapters."""
 _OF_AN_EXPORT = (
     adapter.WEIGHTS,
@@ -41,6 +44,8 @@ _OF_AN_EXPORT = (
     *huggingface.COPIED,
     dcp.METADATA,
     "*.distcp",
+    "latest",
+    "global_step*",
 )
 """Patterns of the files in a folder that an export writes."""
 
@@ -57,6 +62,8 @@ class ExportSettings:
     overwrite: bool = False
     model: Mapping[str, Any] | None = None
     """The model section of a recipe; None: from the checkpoint."""
+    num_steps: int = 0
+    """Steps that the weights have made."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +80,13 @@ def export(
     step: SavedStep, to: Path, how: ExportSettings, progress: Callable[[int], None], disk: Filesystem | None = None
 ) -> Exported:
     """Write a step to a new file or folder; `progress` is called with the bytes of each part."""
-    if how.optimizer and how.format == "huggingface":
+    if how.optimizer and how.format in ("huggingface", "deepspeed"):
         raise ShoalError(
-            "--format huggingface has weights alone, and cannot be combined with --optimizer",
+            f"--format {how.format} has weights alone, and cannot be combined with --optimizer",
             fix="--format dcp",
             code="R044",
         )
+    how = replace(how, num_steps=step.manifest.step)
     with FullTensors(step) as full:
         tensors = _named(full, how)
         extra = huggingface.Extra()
@@ -101,7 +109,9 @@ def write_tensors(
     """Write tensors to a new file or folder; `extra` is what a folder has beside them."""
     disk = disk or Filesystem()
     size = sum(tensor.num_bytes for tensor in tensors.values())
-    with _target(to, disk, overwrite=how.overwrite, needs=size * (2 if how.format == "torch" else 1)) as draft:
+    with _target(
+        to, disk, overwrite=how.overwrite, needs=size * (2 if how.format in ("torch", "deepspeed") else 1)
+    ) as draft:
         _write(draft, tensors, how, extra, progress, disk)
     return Exported(len(tensors), size, extra.config is not None)
 
@@ -165,6 +175,13 @@ def _write(
         elif how.format == "peft":
             assert extra.config is not None
             adapter.write(draft, tensors, disk, progress, config=extra.config)
+        elif how.format == "deepspeed":
+            inner = draft / f"global_step{how.num_steps}"
+            disk.make(inner)
+            path = inner / "mp_rank_00_model_states.pt"
+            _write_state_dict(path, tensors, progress, disk, partial(as_model_file, num_steps=how.num_steps))
+            write_text(draft / "latest", inner.name)
+            disk.sync(inner)
         else:
             dcp.write(draft, tensors, progress)
             for name in disk.names(draft):
@@ -173,7 +190,11 @@ def _write(
 
 
 def _write_state_dict(
-    draft: Path, tensors: Mapping[str, LazyTensor], progress: Callable[[int], None], disk: Filesystem
+    draft: Path,
+    tensors: Mapping[str, LazyTensor],
+    progress: Callable[[int], None],
+    disk: Filesystem,
+    form: Callable[[dict[str, Tensor]], dict[str, Any]] = dict,
 ) -> None:
     """Write with torch.save, which needs all tensors at once. So they are written to a file first, and then mapped from
     it, which the system reads as torch proceeds."""
@@ -181,7 +202,7 @@ def _write_state_dict(
     places = safetensors.write(values, tensors, disk, progress)
     with values.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)  # unmapped when the last tensor is freed
-    state = {name: _view(memory, *places[name]) for name in tensors}
+    state = form({name: _view(memory, *places[name]) for name in tensors})
     with safetensors.new_file(draft, disk) as out:
         file_like: Any = _Out(out, disk)
         try:

@@ -1,4 +1,4 @@
-"""Import a checkpoint: safetensors, a Hugging Face folder, or a folder of torch.distributed.checkpoint.
+"""Import a checkpoint: safetensors, a Hugging Face folder, or a folder of torch.distributed.checkpoint or DeepSpeed.
 
 Tensors are read box by box and written to files of bounded size, a larger tensor in several pieces. The result is an
 ordinary checkpoint: with hashes, complete or absent, and loadable on any layout.
@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from shoal.checkpoint.formats import dcp, huggingface, safetensors
+from shoal.checkpoint.formats.deepspeed.read import read_deepspeed
+from shoal.checkpoint.formats.deepspeed.zero import step_folder
 from shoal.checkpoint.formats.export import failed, reject_full_disk, reject_path_inside_file
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
 from shoal.checkpoint.save import key_of
@@ -23,7 +25,7 @@ from shoal.checkpoint.storage.manifest import NAME, Entry, File, Manifest, Piece
 from shoal.checkpoint.storage.store import Store
 from shoal.errors import ShoalError, listed
 
-FORMATS = ("auto", "safetensors", "huggingface", "dcp")
+FORMATS = ("auto", "safetensors", "huggingface", "dcp", "deepspeed")
 FILE_BYTES = 256 * 2**20
 """Maximum bytes of one file of the checkpoint, which is in memory while it is written; a larger box has its own."""
 
@@ -106,6 +108,8 @@ def _reject_existing(store: Store, how: ImportSettings) -> None:
 def read(source: Path, how: ImportSettings) -> Foreign:
     """Read a foreign checkpoint."""
     kind = detect(source) if how.format == "auto" else how.format
+    if kind == "deepspeed":
+        return _deepspeed(source, how.prefix)
     section = None
     others: list[str] = []
     if kind == "dcp":
@@ -122,12 +126,30 @@ def read(source: Path, how: ImportSettings) -> Foreign:
     return _sorted_out(Foreign(source.name, kind, {}, left_out=tuple(others), section=section), tensors, how.prefix)
 
 
+def _deepspeed(source: Path, prefix: str) -> Foreign:
+    """Read a checkpoint of DeepSpeed."""
+    _reject_missing(source)
+    folder = step_folder(source)
+    if folder is None:
+        raise ShoalError(
+            f"{source} has no checkpoint of DeepSpeed: neither mp_rank_00_model_states.pt, nor a file latest, nor"
+            " zero/",
+            fix="the folder that was given to save_checkpoint, or a tag in it",
+            code="E020",
+        )
+    tensors, states, others = read_deepspeed(folder)
+    named = {**tensors, **{f"optimizer/{kind}/{name}": tensor for (kind, name), tensor in states.items()}}
+    return _sorted_out(Foreign(source.name, "deepspeed", {}, left_out=tuple(others)), named, prefix)
+
+
 def detect(source: Path) -> str:
     """Detect the format of a file or folder by its names."""
     _reject_missing(source)
     if source.is_dir():
         if (source / dcp.METADATA).is_file():
             return "dcp"
+        if step_folder(source) is not None:
+            return "deepspeed"
         if any(source.glob("*.safetensors")) and not (source / NAME).is_file():
             return "huggingface" if (source / huggingface.CONFIG).is_file() else "safetensors"
         _reject_own_format(source)
@@ -135,8 +157,9 @@ def detect(source: Path) -> str:
         return "safetensors"
     raise ShoalError(
         f"{source} is not in a format that can be imported",
-        fix=f"a .safetensors file, a folder of them, or a folder with {dcp.METADATA}; --format says which. A .pt or "
-        ".bin file: save it as safetensors first, safetensors.torch.save_file(torch.load(..., weights_only=True), ...)",
+        fix=f"a .safetensors file, a folder of them, a folder with {dcp.METADATA}, or one of DeepSpeed; --format says"
+        " which. A .pt or .bin file: save it as safetensors first,"
+        " safetensors.torch.save_file(torch.load(..., weights_only=True), ...)",
         code="C046",
     )
 

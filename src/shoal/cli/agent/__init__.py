@@ -12,6 +12,9 @@ from shoal.cli.options import parse_options
 from shoal.comm.rendezvous.key import Key
 from shoal.errors import ShoalError
 
+NO_COORDINATOR = 75
+"""The exit code of an agent with `--exit-as-run` that has lost its coordinator, or has found none: try again."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Agent:
@@ -33,6 +36,9 @@ class Agent:
     key_from_stdin: bool = False
     """Read the key from the first line of stdin."""
 
+    exit_as_run: bool = False
+    """End with the exit code of the run. Otherwise 0, once the run has ended."""
+
     json: bool = False
     """Print an error as one JSON object."""
 
@@ -45,6 +51,17 @@ def main(arguments: Sequence[str]) -> int:
         what = f"--join must be the coordinator's HOST:PORT, got {options.join[:80]!r}"
         raise ShoalError(what, fix="shoal agent --join 10.0.0.1:29400", code="N050")
     key = _key_of(options)
+    try:
+        code = _serve(options, (host, int(port or 0)), key)
+    except ShoalError as error:
+        if options.exit_as_run and {"N053", "N072"} & set(error.codes):
+            error.exit_code = NO_COORDINATOR
+        raise
+    return code if options.exit_as_run else 0
+
+
+def _serve(options: Agent, address: tuple[str, int], key: Key) -> int:
+    """Serve the coordinator; the exit code of the run."""
     from shoal.cli.train import as_verb
     from shoal.launch.hosts.agent.join import run_agent
     from shoal.launch.hosts.etcd.client import Etcd
@@ -56,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         from shoal.launch.hosts.agent.follow import follow
 
         return follow(Leadership(Etcd.at(options.store), key.secret), key, name, prepare, wait=wait)
-    return run_agent((host, int(port)), key, name, prepare, wait=wait)
+    return run_agent(address, key, name, prepare, wait=wait)
 
 
 def _key_of(options: Agent) -> Key:

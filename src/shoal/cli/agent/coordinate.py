@@ -66,6 +66,7 @@ def train_on_hosts(
     if options.store is None:
         with coordinated(job) as coordinator:
             value = train(coordinator.run, sleep=coordinator.pause)
+            coordinator.exit_code = 130 if value["summary"]["was_stopped"] else 0
     else:
         value = lead(options.store, ssh, job, coordinated, train)
     return None if value is None else (value["summary"], value["is_written"])

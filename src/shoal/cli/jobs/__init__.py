@@ -9,11 +9,15 @@ from shoal.errors import ShoalError, nearest
 
 ABOUT = {
     "slurm": "an sbatch script that saves, requeues and resumes; --submit submits it",
+    "k8s": "the objects of a Kubernetes job: Indexed Job, JobSet or TrainJob; --submit submits them",
+    "skypilot": "a task file of SkyPilot",
+    "dstack": "a task file of dstack",
+    "node": "be one machine of a job; started by Kubernetes, SkyPilot or dstack on each of them",
     "status": "the jobs that were submitted, and why they wait",
     "logs": "the output of a job",
     "cancel": "end a job",
 }
-FILES = {"status": "follow", "logs": "follow", "cancel": "follow"}
+FILES = {"skypilot": "clouds", "dstack": "clouds", "status": "follow", "logs": "follow", "cancel": "follow"}
 """Actions whose file has another name."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ import tyro
 
 from shoal.cli.options import parse_options
 from shoal.errors import ShoalError
-from shoal.jobs.slurm.client import ID, SlurmJob, cancel_job, find_job, list_jobs, logs_of
+from shoal.jobs.kubernetes import client as kubernetes
+from shoal.jobs.slurm import client as slurm
+from shoal.jobs.spec import NAME
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,10 @@ class Status:
     """List the jobs that shoal has submitted, or one of them."""
 
     job: Annotated[str | None, tyro.conf.Positional] = None
-    """The number of a job. None: all."""
+    """The number of a job of Slurm, or the name of one of Kubernetes. None: all."""
+
+    namespace: str | None = None
+    """The namespace of Kubernetes. None: that of kubectl."""
 
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
@@ -33,7 +39,10 @@ class Logs:
     """Print the output of a job."""
 
     job: Annotated[str, tyro.conf.Positional]
-    """The number of a job."""
+    """The number of a job of Slurm, or the name of one of Kubernetes."""
+
+    namespace: str | None = None
+    """The namespace of Kubernetes. None: that of kubectl."""
 
     lines: int = 50
     """The last lines; 0: all."""
@@ -53,7 +62,10 @@ class Cancel:
     """End a job. Its run saves first, if the scheduler gives it the time."""
 
     job: Annotated[str, tyro.conf.Positional]
-    """The number of a job."""
+    """The number of a job of Slurm, or the name of one of Kubernetes."""
+
+    namespace: str | None = None
+    """The namespace of Kubernetes. None: that of kubectl."""
 
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
@@ -62,9 +74,14 @@ class Cancel:
 def main_status(arguments: Sequence[str]) -> int:
     """List jobs."""
     options = parse_options(Status, arguments, prog="shoal launch status")
-    jobs = list_jobs() if options.job is None else find_job(_number(options.job))
+    if options.job is None:
+        jobs = _all_jobs(options.namespace)
+    elif _is_slurm(options.job):
+        jobs = [job.to_mapping() for job in slurm.find_job(options.job)]
+    else:
+        jobs = kubernetes.find_job(options.job, options.namespace)
     if options.json:
-        print(json.dumps({"jobs": [job.to_mapping() for job in jobs]}))
+        print(json.dumps({"jobs": jobs}))
         return 0
     print(_table(jobs) if jobs else "no jobs that shoal has submitted are listed")
     return 0
@@ -73,13 +90,16 @@ def main_status(arguments: Sequence[str]) -> int:
 def main_logs(arguments: Sequence[str]) -> int:
     """Print the output of a job."""
     options = parse_options(Logs, arguments, prog="shoal launch logs")
-    paths = logs_of(_number(options.job), options.folder)
-    if not paths:
-        what = f"job {options.job} has no output yet, and {str(options.folder)!r} has no log of it"
-        raise ShoalError(what, fix=f"shoal launch status {options.job}; --folder FOLDER_OF_THE_LOGS", code="J018")
-    if options.follow and not options.json:
-        os.execvp("tail", ["tail", f"--lines={options.lines}", "--follow=name", *map(str, paths)])
-    found = {str(path): _last_lines(path, options.lines) for path in paths}
+    if not _is_slurm(options.job):
+        found = {options.job: kubernetes.logs_of(options.job, options.lines, options.namespace)}
+    else:
+        paths = slurm.logs_of(options.job, options.folder)
+        if not paths:
+            what = f"job {options.job} has no output yet, and {str(options.folder)!r} has no log of it"
+            raise ShoalError(what, fix=f"shoal launch status {options.job}; --folder FOLDER_OF_THE_LOGS", code="J018")
+        if options.follow and not options.json:
+            os.execvp("tail", ["tail", f"--lines={options.lines}", "--follow=name", *map(str, paths)])
+        found = {str(path): _last_lines(path, options.lines) for path in paths}
     if options.json:
         print(json.dumps({"logs": found}))
         return 0
@@ -91,16 +111,29 @@ def main_logs(arguments: Sequence[str]) -> int:
 def main_cancel(arguments: Sequence[str]) -> int:
     """End a job."""
     options = parse_options(Cancel, arguments, prog="shoal launch cancel")
-    cancel_job(_number(options.job))
+    if _is_slurm(options.job):
+        slurm.cancel_job(options.job)
+    else:
+        kubernetes.cancel_job(options.job, options.namespace)
     print(json.dumps({"cancelled": options.job}) if options.json else f"job {options.job} is cancelled")
     return 0
 
 
-def _number(text: str) -> str:
-    if not ID.fullmatch(text):
-        what = f"JOB must be the number of a job, such as 4711 or 4711_2 of an array, got {text[:80]!r}"
-        raise ShoalError(what, fix="shoal launch status lists the jobs", code="J016")
-    return text
+def _is_slurm(job: str) -> bool:
+    """Whether a job is one of Slurm, by its number; else it must be a name of Kubernetes."""
+    if slurm.ID.fullmatch(job):
+        return True
+    if NAME.fullmatch(job):
+        return False
+    what = f"JOB must be a number such as 4711 or 4711_2 (Slurm), or a name (Kubernetes), got {job[:80]!r}"
+    raise ShoalError(what, fix="shoal launch status lists the jobs", code="J016")
+
+
+def _all_jobs(namespace: str | None) -> list[dict[str, str]]:
+    """The jobs of all schedulers that this host has programs of."""
+    has_kubectl, has_slurm = (shutil.which(name) is not None for name in ("kubectl", "squeue"))
+    jobs = [job.to_mapping() for job in slurm.list_jobs()] if has_slurm or not has_kubectl else []
+    return jobs + (list(kubernetes.list_jobs(namespace)) if has_kubectl else [])
 
 
 def _last_lines(path: Path, count: int) -> str:
@@ -108,12 +141,11 @@ def _last_lines(path: Path, count: int) -> str:
         return "".join(deque(file, count) if count else file)
 
 
-def _table(jobs: Sequence[SlurmJob]) -> str:
+def _table(jobs: Sequence[dict[str, str]]) -> str:
     rows = [("JOB", "NAME", "STATE", "TIME", "WHERE OR WHY")]
     for job in jobs:
-        where = job.nodes or ("" if job.reason == "None" else job.reason)
-        rows.append((job.id, job.name, job.state.lower(), job.time, where))
+        where = job.get("nodes") or job.get("reason", "").replace("None", "")
+        rows.append((job["id"], job["name"], job["state"].lower(), job.get("time", ""), where))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)

@@ -149,6 +149,7 @@ def checked_request(
         memory=options.memory,
         seconds=seconds,
         max_requeues=options.max_requeues,
+        max_failures=recipe.launch.max_restarts,
         env=env,
         setup=tuple(options.setup.split("\n")) if options.setup else (),
         variants=tuple(_variant(number, each, recipe) for number, each in enumerate(sweep)),

@@ -146,6 +146,8 @@ def _submit(request: Request, files: dict[Path, str], mark: str) -> int:
         return 0
     waits = f" ({reason})" if state == "PENDING" and reason != "None" else ""
     print(f"job {number} is {state.lower()}{waits}; script {script}, output {logs}")
+    if reason.startswith("Partition"):  # such as PartitionTimeLimit
+        print(f"shoal: {reason}: the job waits until the limits of the partition change (`sinfo`)", file=sys.stderr)
     print(f"follow it: shoal launch logs {number} --follow", file=sys.stderr)
     return 0
 

@@ -8,8 +8,8 @@ event stands behind, and `wait_event` is timed as a wait for it.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,13 +17,16 @@ import torch
 from shoal.comm.profile.stream_timer import StreamTimer
 from shoal.comm.profile.timer import current, waiting
 
+BEHIND = "_shoal_behind"
+"""The attribute of an event that names the collective behind which it was recorded: its axis and key. Not a weak
+reference: a process that drops those crashes (signal 11; torch 2.11, H200)."""
+
 
 class StreamWaits:
-    """The last collective of every stream, and the events behind them."""
+    """The last collective of every stream, noted at the events behind them."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[str, str]] = {}
-        self._behind: weakref.WeakKeyDictionary[Any, tuple[str, str]] = weakref.WeakKeyDictionary()
 
     def note(self, axis: str, key: str) -> None:
         """Note that a collective was queued in the stream at hand."""
@@ -37,13 +40,13 @@ class StreamWaits:
         @functools.wraps(record)
         def noting(stream: Any, *arguments: Any, **options: Any) -> Any:
             event = record(stream, *arguments, **options)
-            if (found := self._last.get(stream.cuda_stream)) is not None:
-                self._behind[event] = found
+            with suppress(AttributeError):  # an event of C++ alone
+                setattr(event, BEHIND, self._last.get(stream.cuda_stream))
             return event
 
         @functools.wraps(wait)
         def timed(stream: Any, event: Any) -> None:
-            timer, found = current.timer, self._behind.get(event)
+            timer, found = current.timer, getattr(event, BEHIND, None)
             is_exposed = isinstance(timer, StreamTimer) and stream.cuda_stream == timer.stream.cuda_stream
             if found is None or not is_exposed:
                 wait(stream, event)

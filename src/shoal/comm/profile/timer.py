@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 OTHER = "other"
 """The time of a step that no part names."""
+SAVE = "save"
+"""The part in which ranks save; waits inside of it are part of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -203,9 +205,9 @@ def part(name: str) -> AbstractContextManager[None]:
 
 
 def waiting(axis: str, key: str | None) -> AbstractContextManager[None]:
-    """Time a wait for other ranks, if a timer runs in this thread."""
+    """Time a wait for other ranks, if a timer runs in this thread. Ranks that save together wait for a disk."""
     timer = current.timer
-    if timer is None:
+    if timer is None or timer.is_inside(SAVE):
         return NOTHING
     return _TimedWait(timer, axis, key) if timer.is_timed_here() else NOTHING
 

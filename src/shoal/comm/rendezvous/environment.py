@@ -19,6 +19,13 @@ Source = Literal["torchrun", "slurm", "openmpi", "shoal"]
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
+MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+"""Rank, size, local rank and local size of Open MPI, MVAPICH, and Hydra (MPICH, Intel MPI). srun also sets PMI_RANK,
+and not MPI_LOCALNRANKS."""
 SHELL_STEPS = range(0xFFFFFFF0, 0x100000000)  # Slurm numbers steps that are only a shell (sbatch, salloc) from the top
 
 
@@ -71,36 +78,58 @@ def read_environment(environ: Mapping[str, str]) -> Placement | None:
 def _placement(environ: Mapping[str, str]) -> Placement | None:
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _from_torchrun(_Reader(environ, "torchrun"))
-    if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
-        return _from_openmpi(_Reader(environ, "mpirun"))
+    for names in MPI:
+        is_hydra = names[0] == "PMI_RANK"
+        if names[-1] in environ if is_hydra else (names[0] in environ or names[1] in environ):
+            return _from_mpi(_Reader(environ, "mpirun"), *names)
     if _is_slurm_task(environ):
         return _from_slurm(_Reader(environ, "srun"))
     return None
 
 
 def _from_torchrun(read: _Reader) -> Placement:
+    """Read the variables of torchrun, which accelerate and Ray use too, and deepspeed with names of its own."""
     rank, size = read.position("RANK", "WORLD_SIZE")
-    local_rank, local_size = read.position("LOCAL_RANK", "LOCAL_WORLD_SIZE", within=size)
+    local_rank, local_size = _local_position(rank, size, read)
     alone = read.environ.get("WORLD_SIZE") == "1"  # one process needs no address
     placement = Placement(
         rank=rank,
         world_size=size,
         local_rank=local_rank,
         local_world_size=local_size,
-        node=read.integer("GROUP_RANK", default=rank // local_size),
+        node=read.integer(read.first_set("CROSS_RANK", "GROUP_RANK"), default=rank // local_size),
         master_addr=read.text("MASTER_ADDR", default=LOOPBACK if alone else None),
         master_port=read.port("MASTER_PORT", default=DEFAULT_PORT if alone else None),
         source="torchrun",
-        generation=read.integer("TORCHELASTIC_RESTART_COUNT", default=0),
+        # In a requeued job of Slurm, torchrun counts from 0 again.
+        generation=read.integer("TORCHELASTIC_RESTART_COUNT", default=0)
+        + read.integer("SLURM_RESTART_COUNT", default=0),
         job=read.environ.get("TORCHELASTIC_RUN_ID", ""),
     )
     read.finish()
     return placement
 
 
-def _from_openmpi(read: _Reader) -> Placement:
-    rank, size = read.position("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    local_rank, local_size = read.position("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", within=size)
+def _local_position(rank: int, size: int, read: _Reader) -> tuple[int, int]:
+    """The local rank and size. deepspeed calls the size LOCAL_SIZE. A launcher that does not give it must say how many
+    hosts there are, or that all ranks are on this one: rank 0 is at the loopback."""
+    if read.has("LOCAL_WORLD_SIZE") or not read.is_good:
+        return read.position("LOCAL_RANK", "LOCAL_WORLD_SIZE", within=size)
+    if read.has("LOCAL_SIZE"):
+        return read.position("LOCAL_RANK", "LOCAL_SIZE", within=size)
+    master = read.environ.get("MASTER_ADDR", "")
+    if master == "localhost" or master.startswith("127."):
+        return read.integer("LOCAL_RANK", default=rank), size
+    hosts = read.integer(read.first_set("CROSS_SIZE", "PET_NNODES", "NNODES"), default=0)
+    if hosts and size % hosts == 0:
+        local_size = size // hosts
+        return read.integer("LOCAL_RANK", default=rank % local_size), local_size
+    return read.position("LOCAL_RANK", "LOCAL_WORLD_SIZE", within=size)
+
+
+def _from_mpi(read: _Reader, *names: str) -> Placement:
+    rank, size = read.position(*names[:2])
+    local_rank, local_size = read.position(*names[2:], within=size)
     if local_size < size and not read.has("MASTER_ADDR"):
         read.problems.append(
             Problem(
@@ -116,7 +145,7 @@ def _from_openmpi(read: _Reader) -> Placement:
         world_size=size,
         local_rank=local_rank,
         local_world_size=local_size,
-        node=rank // local_size,  # Open MPI does not number its hosts; by default it fills them one by one
+        node=rank // local_size,  # MPI does not number its hosts; by default it fills them one by one
         master_addr=read.text("MASTER_ADDR", default=LOOPBACK),
         master_port=read.port("MASTER_PORT", default=_port_of(read.text(job)) if read.has(job) else DEFAULT_PORT),
         source="openmpi",

@@ -31,7 +31,7 @@ def check_whole_tensors(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
             "T051",
             f"{WHOLE[name]} reads whole tensors, and {cut} leaves each rank a piece of them",
             f"--optim.name adamw, or {'' if name in JOINS_SHARDS else '--plan.zero 0 '}--plan.tp 1 --plan.ep 1"
-            f"{' --plan.offload none' if plan.offload == 'optimizer' else ''}",
+            f"{' --plan.offload none' if plan.offloaded == 'optimizer' else ''}",
         )
 
 
@@ -41,7 +41,7 @@ def cut_by(plan: Plan, *, joins_shards: bool) -> str | None:
     `joins_shards`: the optimizer puts the shards of zero=1..3 together. It cannot with offload=optimizer, which gives
     it copies in host memory that are no DTensors.
     """
-    if plan.is_sharded and (not joins_shards or plan.offload == "optimizer"):
+    if plan.is_sharded and (not joins_shards or plan.offloaded == "optimizer"):
         return f"zero={plan.zero or 3}{' offload=optimizer' if joins_shards else ''}"
     degrees = ((axis, plan.layout.degree(axis)) for axis in ("tp", "ep"))
     return next((f"{axis}={degree}" for axis, degree in degrees if degree > 1), None)

@@ -5,7 +5,9 @@
                      │                                     │ save, and end with exit code 130
                      └── exit code 130: scontrol requeue ──┘
 
-Slurm itself requeues a job whose node failed. Both count as restarts, of which there is a budget.
+Slurm itself requeues a job whose node does not answer. Ranks that notice a lost peer before that end with another exit
+code, and the script requeues the job, too. All of these count as restarts, of which there is a budget; failures have a
+smaller one.
 """
 
 from __future__ import annotations
@@ -138,13 +140,25 @@ def _body(spec: JobSpec, site: SlurmSite) -> Iterator[str]:
     yield (
         "# The time is nearly over, or the job is preempted. 130: the run has saved and stopped;\n"
         "# 138 and 143: USR1 or TERM came before its first step.\n"
-        f'case "$code" in {" | ".join(map(str, STOPPED))})\n'
-        f"    if (( restarts < {spec.max_requeues} )); then\n"
-        '        scontrol requeue "$SLURM_JOB_ID"\n'
-        "    fi ;;\n"
+        "# 2 is a mistake in the recipe. Anything else is a failure, such as a lost node or a killed rank.\n"
+        'case "$code" in\n'
+        "    0 | 2) again=0 ;;\n"
+        f"    {' | '.join(map(str, STOPPED))}) again=1 ;;\n"
+        f"    *)\n"
+        f"        failures={_file(site, 'failures')}\n"
+        '        echo "exit code $code" >> "$failures"\n'
+        f'        (( again = $(wc -l < "$failures") <= {spec.max_failures} )) || true ;;\n'
         "esac\n"
+        f"if (( again && restarts < {spec.max_requeues} )); then\n"
+        '    scontrol requeue "$SLURM_JOB_ID"\n'
+        "fi\n"
         'exit "$code"'
     )
+
+
+def _file(site: SlurmSite, ending: str) -> str:
+    """A file of this job beside its log."""
+    return f'{site.folder}/"$SLURM_JOB_NAME-$SLURM_JOB_ID.{ending}"'
 
 
 def _cases(spec: JobSpec) -> str:

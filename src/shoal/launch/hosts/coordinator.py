@@ -17,7 +17,7 @@ from typing import Any
 
 from shoal.blueprint.plan import Plan
 from shoal.comm.rendezvous.key import Key
-from shoal.errors import ShoalError
+from shoal.errors import RUN_FAILED, ShoalError
 from shoal.launch.hosts.etcd.leadership import LostLead
 from shoal.launch.hosts.generation import Generation, Grown, Job, check_shared_folder
 from shoal.launch.hosts.hostlist import HostSpec
@@ -76,6 +76,8 @@ class Coordinator:
     commands: dict[Member, Command] = field(default_factory=dict)
     local_agents: dict[Member, int] = field(default_factory=dict)
     signals: list[int] = field(default_factory=list)
+    exit_code: int = RUN_FAILED
+    """That of the run, which agents may end with."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -236,7 +238,10 @@ class Coordinator:
 
     def _missing(self, missing: Sequence[Member], waited: float) -> ShoalError:
         what, _, fix = self._waiting_for(missing).partition("\n    fix: ")
-        return ShoalError(f"no agent joined in {waited:.0f} s: {what}", fix=fix, code="N058")
+        error = ShoalError(f"no agent joined in {waited:.0f} s: {what}", fix=fix, code="N058")
+        if self.ssh == NOBODY:
+            error.exit_code = RUN_FAILED  # a scheduler that starts agents may be late: it may try again
+        return error
 
     def pause(self, seconds: float) -> None:
         """Sleep, and keep the agents' heartbeats going."""
@@ -262,7 +267,7 @@ class Coordinator:
         the next coordinator."""
         self.members.each_turn = lambda: None
         if lets_go:
-            self.members.send(self.members.present, {"do": "leave"})
+            self.members.send(self.members.present, {"do": "leave", "code": self.exit_code})
         deadline = time.monotonic() + (2.0 if lets_go else 0.0)
         while self.members.present and time.monotonic() < deadline:
             self.members.turn(0.05)
@@ -306,8 +311,19 @@ def coordinating(
         except LostLead:
             lets_go = False
             raise
+        except BaseException as error:
+            coordinator.exit_code = exit_code_of(error)
+            raise
         finally:
             coordinator.close(lets_go=lets_go)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a command that ends with an error."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", RUN_FAILED)
+    return code if isinstance(code, int) else RUN_FAILED
 
 
 def secret_of(text: str) -> bytes:

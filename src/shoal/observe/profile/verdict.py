@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shoal.comm.profile.timer import SAVE
 from shoal.observe.profile.partition import BUBBLE, LATE, WHOLE, WIRE, RankParts, axis_of, mean
 
 NOTED = 0.1
@@ -95,7 +96,7 @@ def _candidates(ranks: Sequence[RankParts], shares: Mapping[str, float]) -> Iter
         ("data", "data", "of a step is spent waiting for batches"),
         (BUBBLE, BUBBLE, "of a step the stages of the pipeline wait for each other"),
         ("recompute", "recompute", "of a step computes activations a second time"),
-        ("save", "saving", "of a step is spent saving"),
+        (SAVE, "saving", "of a step is spent saving"),
     ):
         share = shares.get(name, 0.0)
         yield Verdict(kind=kind, cost=share, evidence=f"{share:.0%} {words}")
@@ -139,22 +140,27 @@ def _late(ranks: Sequence[RankParts]) -> Iterator[Verdict]:
         return
     (cost, slowest), *others = ordered
     if not others or cost > 2 * others[0][0]:
-        evidence = f"the other ranks wait {cost:.0%} of a step for rank {slowest}{_excess(ranks, slowest)}"
+        part, more = _excess(ranks, slowest)
+        which = f", which spends {more * 1e3:.0f} ms more in {part}" if more > 0 else ""
+        evidence = f"the other ranks wait {cost:.0%} of a step for rank {slowest}{which}"
+        if part == SAVE and more > 0:
+            yield Verdict(kind="saving", cost=cost, evidence=evidence)
+            return
         yield Verdict(kind="straggler", rank=slowest, cost=cost, evidence=evidence)
     else:
         together = sum(cost for cost, _ in ordered)
         yield Verdict(kind="jitter", cost=together, evidence=f"ranks are late in turns, {together:.0%} of a step")
 
 
-def _excess(ranks: Sequence[RankParts], slowest: int) -> str:
-    """The part in which a rank spends more than the others: `, which spends 210 ms more in data`."""
+def _excess(ranks: Sequence[RankParts], slowest: int) -> tuple[str, float]:
+    """The part in which a rank spends more than the others, and how many seconds of a step more."""
     own = next(rank for rank in ranks if rank.record.rank == slowest)
     others = mean([rank for rank in ranks if rank is not own])
     more = {
         name: seconds - others.get(name, 0.0) for name, seconds in mean([own]).items() if not name.endswith(f".{LATE}")
     }
     name = max(more, key=lambda each: more[each])
-    return f", which spends {more[name] * 1e3:.0f} ms more in {name}" if more[name] > 0 else ""
+    return name, more[name]
 
 
 def _cores(ranks: Sequence[RankParts]) -> Iterator[Verdict]:
@@ -174,7 +180,7 @@ def _cores(ranks: Sequence[RankParts]) -> Iterator[Verdict]:
 def _jitter(ranks: Sequence[RankParts]) -> Verdict | None:
     """Steps of different length, without the time of saves."""
     each = [
-        [seconds - step.get("save", 0.0) for seconds, step in zip(rank.seconds, rank.steps, strict=True)]
+        [seconds - step.get(SAVE, 0.0) for seconds, step in zip(rank.seconds, rank.steps, strict=True)]
         for rank in ranks
     ]
     steps = sorted(statistics.fmean(of_step) for of_step in zip(*each, strict=True))

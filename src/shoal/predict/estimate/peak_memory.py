@@ -218,7 +218,7 @@ def _summed(
     if m == 1 and profile.gradients_come_late and (on.zero or on.replicas == 1):
         nearly_all = gradients * (1 - held.late / (held.dense + held.experts))
         gradients = max(0.0, max(nearly_all + moments.ending, gradients + moments.closing) - activations - other)
-    if plan.offload != "none":
+    if plan.offload != "none" and (plan.offload_folder is not None or not cluster.device.is_host):
         optimizer = 0.0
     if plan.offload == "parameters" and on.zero == 3 and on.pp == 1:  # else what is gathered stays on the device
         parameters = gradients = 0.0

@@ -46,6 +46,10 @@ HOST_LINK = 55e9
 STREAMED = 12
 """Bytes of one parameter that cross the link for each microbatch of `offload=parameters`, in float32: its weight for
 the forward and for the backward, and its gradient. No such run was timed."""
+DISK = 2e9
+"""Bytes/s that a disk reads while it writes as many. An assumption, of an NVMe disk; no other was timed."""
+IN_FILES = 8
+"""Bytes of the states of one parameter in files, which are read and written in a step."""
 LAUNCH = 8e-6
 """Seconds that the host needs for one kernel of a traced model. An assumption: cost models of others take 5 to 7 µs. It
 changes steps whose kernels are that short; on a calibrated machine `host_factor` scales it."""
@@ -200,10 +204,14 @@ def _update(step: StepContext, owned: float) -> dict[str, float]:
     """Seconds of the optimizer: on the device, or on the host with the copies of what is there."""
     device = step.cluster.device
     if step.plan.offload == "none" or device.is_host:
-        traffic = step.profile.optimizer_traffic / (device.bandwidth * device.streaming)
-        return {"optimizer": owned * traffic, "offload": 0.0}
+        update = owned * step.profile.optimizer_traffic / (device.bandwidth * device.streaming)
+    else:
+        update = owned / HOST_UPDATE
+    if step.plan.offload_folder is not None:
+        update = max(update, owned * IN_FILES / DISK)
     streamed = step.m * owned * STREAMED / HOST_LINK if step.plan.offload == "parameters" else 0.0
-    return {"optimizer": 0.0, "offload": owned / HOST_UPDATE + streamed}
+    is_on_device = step.plan.offload == "none" or (device.is_host and step.plan.offload_folder is None)
+    return {"optimizer": update, "offload": 0.0} if is_on_device else {"optimizer": 0.0, "offload": update + streamed}
 
 
 def _waits(step: StepContext) -> float:

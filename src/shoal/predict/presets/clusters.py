@@ -87,6 +87,8 @@ class Entry:
     """See `Device`."""
     peaks: tuple[float, float, float] | None = None
     """TFLOP/s in fp32, bf16 and fp8 where `peak_flops` does not have them."""
+    context: float = 1.5
+    """GiB, see `Device`."""
     source: str = ""
 
 
@@ -216,6 +218,7 @@ DEVICES = {
         between="ethernet-10",
         per_node=2,
         peaks=(0.1, 0.05, 0.05),
+        context=0.3,  # of Python and torch after a small step: 0.27 to 0.32 measured (torch 2.13, Intel Xeon)
         source="some cores of a server, an order of magnitude; shoal calibrate measures this one",
     ),
 }
@@ -239,6 +242,7 @@ def preset_device(name: str) -> Device:
         memory=row.memory * GIB,
         bandwidth=row.bandwidth * GB,
         is_modern=row.is_modern,
+        context=row.context * GIB,
         source=row.source,
     )
 

@@ -82,7 +82,7 @@ class Profiler:
     def finish(
         self,
         *,
-        fix: Callable[[Verdict], str] = lambda verdict: FIXES[verdict.kind],
+        fix: Callable[[Verdict], str] | None = None,
         predicted: Mapping[str, float] | None = None,
         more: Mapping[str, Any] | None = None,
         kernels: Sequence[Kernel] = (),
@@ -105,7 +105,9 @@ class Profiler:
         plan = self.run.plan.brief()
         every = [RankRecord.from_mapping(record) for record in records]
         found = {**(more or {}), "overlap": self._overlap()}
-        self._found = Profile.of(every, plan=plan, fix=fix, predicted=predicted, more=found, kernels=kernels, gpu=gpu)
+        self._found = Profile.of(
+            every, plan=plan, fix=fix or self._fix, predicted=predicted, more=found, kernels=kernels, gpu=gpu
+        )
         return self._found
 
     def __enter__(self) -> Profiler:
@@ -167,6 +169,13 @@ class Profiler:
                 hook.remove()
 
         return undo
+
+    def _fix(self, verdict: Verdict) -> str:
+        """What a script changes."""
+        bucket = self.run.policies.sync.bucket_mb
+        if verdict.kind == "link" and verdict.axis == "dp_replicate" and isinstance(bucket, float) and bucket < 1:
+            return f"no bucket_mb={bucket:g}: small buckets are many messages"
+        return FIXES[verdict.kind]
 
     def _overlap(self) -> dict[str, float]:
         """Axis → the part of its communication that computation hides, on this rank; on a CPU alone."""

@@ -21,7 +21,7 @@ from shoal.comm.world import World
 from shoal.errors import RunFailed
 from shoal.numerics.gradients import LossScale, clip_coefficient, gradients_of, scale_
 from shoal.numerics.local_tensor import to_local
-from shoal.numerics.offload import HostCopies
+from shoal.numerics.offload.host_copies import HostCopies
 from shoal.numerics.optim.build import step_scaled, takes_scale
 from shoal.parallel.policies import OnNan, StepPolicy
 from shoal.train.step.nonfinite import nonfinite_places

@@ -59,11 +59,12 @@ def serving(key: Key, prepare: Prepare) -> Iterator[Agent]:
 
 
 def serve(agent: Agent, channel: Channel) -> int:
-    """Serve a coordinator until it lets the agent go; the exit code. Raises `Silent` or `Ended` if it is lost."""
+    """Serve a coordinator until it lets the agent go; the exit code of the run. Raises `Silent` or `Ended` if it is
+    lost."""
     agent.serve(channel)
     if agent.sent_away is not None:
         raise agent.sent_away
-    return 0
+    return agent.run_code
 
 
 def join(

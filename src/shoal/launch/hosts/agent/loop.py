@@ -72,6 +72,8 @@ class Agent:
     is_done: bool = False
     sent_away: ShoalError | None = None
     """Why the coordinator has sent this agent away; None: it has not, or the run has ended."""
+    run_code: int = 0
+    """The exit code of the run that has ended."""
 
     def serve(self, channel: Channel) -> None:
         """Obey until the coordinator lets this agent go; raises `Ended` or `Silent`."""
@@ -147,6 +149,7 @@ class Agent:
         elif kind == "leave":
             self.is_done = True
             self.sent_away = error_from(order["error"]) if "error" in order else None
+            self.run_code = int(order.get("code", 0))
 
     def _to_template(self, order: Message) -> None:
         if self.link is None:

@@ -22,7 +22,8 @@ def check_fits(ranks: int) -> ModelCheck:
         memory = sum(torch.cuda.get_device_properties(n).total_memory for n in devices) if on_gpu else host_memory()
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
         frozen = sum(each.numel() for each in model.parameters()) - trained
-        moments = moments_of(recipe.optim.name, model, describe(model).blocks)
+        in_files = recipe.plan.offload_folder is not None
+        moments = 0 if in_files else moments_of(recipe.optim.name, model, describe(model).blocks)
         return check_memory(recipe, recipe.plan, trained, frozen=frozen, ranks=ranks, memory=memory, moments=moments)
 
     return check

@@ -1,4 +1,5 @@
-"""`offload=optimizer`: the optimizer's state, and the copy of the weights that it updates, are in host memory.
+"""`offload=optimizer`: the optimizer's state, and the copy of the weights that it updates, are in host memory. With
+`offload=optimizer:FOLDER` the state is in files.
 
 Adam's state is twice the size of the weights, and is read once a step. So the optimizer updates copies in host memory,
 one bucket of parameters after the other. While it updates one, gradients of the next come to the host, and new weights
@@ -7,19 +8,24 @@ of the last return to the device:
     device to host   g0  g1  g2  g3
     optimizer            w0  w1  w2  w3
     host to device           w0  w1  w2  w3
+
+Parameters that are in host memory already, because the device is a CPU, are not copied.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.numerics.page_locked import PageLocked
+from shoal.numerics.offload.page_locked import PageLocked
+from shoal.numerics.offload.state_files import ARENA, StateFiles
 
 BUCKET = 2**28
 """Bytes of gradients that are updated at once: long enough to hide the start of a copy, and short beside a step."""
@@ -40,7 +46,14 @@ Pair = tuple[nn.Parameter, nn.Parameter]
 class HostCopies:
     """Copies of an optimizer's parameters in host memory, which replace them in the optimizer."""
 
-    def __init__(self, optimizer: Optimizer, piece: Callable[[Tensor], Tensor], bucket: int = BUCKET) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        piece: Callable[[Tensor], Tensor],
+        *,
+        folder: str | None = None,
+        bucket: int = BUCKET,
+    ) -> None:
         self.optimizer, self.piece, self.bucket = optimizer, piece, bucket
         self.pairs: list[Pair] = []
         self.memory = PageLocked()
@@ -51,9 +64,13 @@ class HostCopies:
         device = next((parameter.device for parameter, _ in self.pairs), torch.device("cpu"))
         self.inward, self.outward = _Stream(device), _Stream(device)
         self.slots: list[Tensor] = []
+        states = 2 * sum(_bytes(host) + mmap.PAGESIZE for _, host in self.pairs)
+        self.files = None if folder is None else StateFiles(Path(folder), min(ARENA, states))
 
     def _copied(self, parameter: nn.Parameter) -> nn.Parameter:
         own = self.piece(parameter.detach())
+        if own.device.type == "cpu":
+            return nn.Parameter(own, requires_grad=parameter.requires_grad)
         host = self.memory.empty(own.shape, own.dtype, for_device=own.device)
         return nn.Parameter(host.copy_(own), requires_grad=parameter.requires_grad)
 
@@ -68,9 +85,11 @@ class HostCopies:
             is_here()
             for (_, host), gradient in zip(bucket, gradients, strict=True):
                 host.grad = gradient
+            self._expect(buckets[number + 1 : number + 2])
             self.optimizer.step()
             for _, host in bucket:
                 host.grad = None
+            self._keep_states(bucket)
             if number + SLOTS < len(buckets):  # into the memory that has just become free
                 arrived.append(self._fetch(buckets[number + SLOTS], self.slots[number % SLOTS]))
             self._return(bucket)
@@ -99,13 +118,16 @@ class HostCopies:
     def _make_slots(self, buckets: list[list[Pair]]) -> None:
         """Memory for gradients on the host, once: it lasts for all steps."""
         needed = max((sum(map(self._size, bucket)) for bucket in buckets), default=0)
-        if not self.slots or self.slots[0].numel() < needed:
-            device = self.pairs[0][0].device
-            count = min(SLOTS, len(buckets))
+        device = self.pairs[0][0].device
+        if device.type == "cpu":
+            self.slots = [torch.empty(0, dtype=torch.uint8)] * SLOTS
+        elif len(self.slots) < (count := min(SLOTS, len(buckets))) or self.slots[0].numel() < needed:
             self.slots = [self.memory.empty((needed,), torch.uint8, for_device=device) for _ in range(count)]
 
     def _fetch(self, bucket: list[Pair], slot: Tensor) -> tuple[list[Tensor], Callable[[], None]]:
         """Start to copy the gradients of a bucket to the host. Returns them, and a function that waits for them."""
+        if bucket[0][1].device == bucket[0][0].device:
+            return [self.piece(parameter.grad) for parameter, _ in bucket if parameter.grad is not None], lambda: None
         gradients: list[Tensor] = []
         begin = 0
         with self.inward.after_the_device():
@@ -121,7 +143,27 @@ class HostCopies:
         """Start to copy new weights to the device."""
         with self.outward.after_the_device():
             for parameter, host in bucket:
-                self.piece(parameter.detach()).copy_(host, non_blocking=True)
+                if parameter.device != host.device:
+                    self.piece(parameter.detach()).copy_(host, non_blocking=True)
+
+    def _states(self, bucket: list[Pair]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+        """The states of a bucket that are as large as their parameters, with the dictionary that has them."""
+        for _, host in bucket:
+            for key, value in list(self.optimizer.state.get(host, {}).items()):
+                if isinstance(value, Tensor) and value.numel() == host.numel():
+                    yield self.optimizer.state[host], key, value
+
+    def _expect(self, next_ones: list[list[Pair]]) -> None:
+        """Read the states of the next bucket ahead."""
+        if self.files is not None:
+            self.files.expect(value for bucket in next_ones for _, _, value in self._states(bucket))
+
+    def _keep_states(self, bucket: list[Pair]) -> None:
+        """Put states that the optimizer has just made, or that were loaded, into files."""
+        if self.files is not None:
+            for states, key, value in self._states(bucket):
+                if not self.files.holds(value):
+                    states[key] = self.files.hold(value)
 
 
 class _Stream:

@@ -1,4 +1,4 @@
-"""Host memory that a GPU reads and writes by itself, of exactly the size that is asked for.
+"""Host memory that a GPU reads and writes by itself, of exactly the size that is needed.
 
 torch's own pinned memory (`pin_memory=True`) is rounded up to a power of two, and is kept for later when it is freed.
 For the weights of a large model that is too much.

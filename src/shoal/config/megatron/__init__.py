@@ -1,0 +1,1 @@
+"""Translate the arguments of Megatron-LM into a plan. Nothing here needs torch."""

@@ -1,0 +1,1 @@
+"""Optimizer states outside of the device: in host memory, or in files."""

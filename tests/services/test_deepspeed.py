@@ -1,0 +1,134 @@
+"""Beside DeepSpeed itself (`make test-deepspeed`): equal losses, its checkpoints read, ours loaded by it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.checkpoint.formats.export import ExportSettings, export
+from shoal.checkpoint.formats.import_ import ImportSettings, import_checkpoint, read
+from shoal.checkpoint.full_tensor import FullTensors
+from shoal.checkpoint.storage.locate import find
+
+ROOT = Path(__file__).parents[2]
+SITE = os.environ.get("SHOAL_DEEPSPEED", "")
+pytestmark = [
+    pytest.mark.skipif(not SITE, reason="needs DeepSpeed: make test-deepspeed"),
+    pytest.mark.timeout(1800),
+]
+
+
+def load(name: str) -> Any:
+    """A script of benchmarks/deepspeed."""
+    folder = ROOT / "benchmarks" / "deepspeed"
+    sys.path.insert(0, str(folder))
+    try:
+        spec = importlib.util.spec_from_file_location(f"deepspeed_{name}", folder / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.remove(str(folder))
+
+
+def test_losses_are_those_of_deepspeed() -> None:
+    run = load("run")
+    found = run.losses(Path(SITE))
+    differences = run.differences(found)
+    assert len(differences) >= 20
+    for name, difference in differences.items():
+        if not name.startswith(run.APART):
+            assert difference < run.LIMIT, name
+    theirs, ours = found["deepspeed"]["ZeRO 1, bf16"], found["shoal"]["ZeRO 0, bf16"]
+    assert ours == pytest.approx(theirs, abs=run.LIMIT)  # one process's arithmetic, which its stage 0 does not have
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepspeed")
+    run = load("run")
+    run.on_two_ranks(Path(SITE), "deepspeed", "save.py", str(folder))
+    return folder
+
+
+NAMES = [f"zero{stage}-{precision}" for stage in (1, 2, 3) for precision in ("fp32", "bf16")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_checkpoints_are_read(saved: Path, tmp_path: Path, name: str) -> None:
+    check_import(saved / name, saved / name / "whole.pt", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["zero1-fp32", "zero3-fp32"])
+def test_its_universal_checkpoints_are_read(saved: Path, tmp_path: Path, name: str) -> None:
+    words = ["--input_folder", str(saved / name / "global_step3"), "--output_folder", str(tmp_path / "universal")]
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
+    subprocess.run(
+        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words, *workers],
+        env=load("run").environment(Path(SITE), "deepspeed"),
+        check=True,
+        capture_output=True,
+    )
+    check_import(tmp_path / "universal", saved / name / "whole.pt", tmp_path)
+
+
+def check_import(source: Path, whole: Path, tmp_path: Path) -> None:
+    how = ImportSettings(step=3)
+    found = read(source, how)
+    import_checkpoint(found, tmp_path / "ours", how, lambda size: None)
+    step = find(tmp_path / "ours")
+    expected = torch.load(whole, weights_only=True)
+    with FullTensors(step) as full:
+        for name, tensor in expected.items():
+            if name.endswith("frozen.weight") and "model/frozen.weight" not in step.manifest.tensors:
+                pytest.fail("the frozen weight is missing")
+            if name.startswith("optimizer/step/"):
+                parameter = name.removeprefix("optimizer/step/")
+                assert step.manifest.state["scalars"][parameter]["step"] == float(tensor)
+                continue
+            ours = torch.cat([box.read() for box in full.tensor(name).boxes])
+            torch.testing.assert_close(
+                ours, tensor.float(), rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        assert "model/scale" in step.manifest.tensors
+        assert "model/tied.weight" not in step.manifest.tensors
+
+
+def test_it_loads_what_is_exported(saved: Path, tmp_path: Path) -> None:
+    how = ImportSettings(step=3)
+    import_checkpoint(read(saved / "zero2-fp32", how), tmp_path / "ours", how, lambda size: None)
+    settings = ExportSettings(format="deepspeed")
+    export(find(tmp_path / "ours"), tmp_path / "theirs", settings, lambda size: None)
+    run = load("run")
+    whole = str(saved / "zero2-fp32" / "whole.pt")
+    run.on_two_ranks(Path(SITE), "deepspeed", "load.py", str(tmp_path / "theirs"), whole)
+
+
+def test_the_script_of_the_page_runs_with_both(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "deepspeed.md").read_text()
+    [script] = [
+        text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "import shoal.deepspeed as" in text
+    ]
+    printed = {}
+    for engine, line in (("shoal", "import shoal.deepspeed as deepspeed"), ("deepspeed", "import deepspeed")):
+        path = tmp_path / engine / "script.py"
+        path.parent.mkdir()
+        path.write_text(script.replace("import shoal.deepspeed as deepspeed", line))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+        env = load("run").environment(Path(SITE), engine)
+        done = subprocess.run(command, env=env, cwd=path.parent, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-4000:]
+        printed[engine] = [json.loads(line) for line in re.findall(r"^losses (.*)$", done.stdout, re.MULTILINE)]
+    assert printed["shoal"]
+    assert printed["shoal"][0] == pytest.approx(printed["deepspeed"][0], abs=1e-5)

@@ -1,0 +1,90 @@
+"""Arguments of Megatron-LM become a plan and options of `shoal plan`, or are rejected by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shoal.blueprint.plan import Plan
+from shoal.cli import main
+from shoal.config.deepspeed.translation import Translation
+from shoal.config.megatron.translate import translate_megatron
+
+
+def plan_of(text: str, **options: int) -> str:
+    found = translate_megatron(text, **options)
+    assert not found.problems, found.problems
+    return str(Plan.of(found.plan))
+
+
+def codes(found: Translation) -> list[str]:
+    return sorted(problem.code for problem in found.problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "plan"),
+    [
+        ("", "dp_shard=1 cp=1 tp=1 pp=1 zero=0"),
+        ("--bf16 --micro-batch-size 4", "dp_shard=1 cp=1 tp=1 pp=1 zero=0 mb=4 bf16"),
+        ("--tensor-model-parallel-size 8 --sequence-parallel", "dp_shard=1 cp=1 tp=8 pp=1 zero=0 sp=on"),
+        ("--use-distributed-optimizer --fp16", "dp_replicate=1 cp=1 tp=1 pp=1 zero=1 fp16"),
+        ("--use-distributed-optimizer --num-distributed-optimizer-instances 2", "dp_replicate=2 cp=1 tp=1 pp=1 zero=1"),
+        ("--use-torch-fsdp2 --bf16", "dp_replicate=1 cp=1 tp=1 pp=1 zero=3 bf16"),
+        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", "dp_replicate=1 cp=1 tp=1 pp=1 zero=2"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "dp_replicate=1 cp=1 tp=1 pp=1 zero=2"),
+        ("--context-parallel-size 4 --cp-comm-type a2a", "dp_shard=1 cp=4 ulysses tp=1 pp=1 zero=0"),
+        ("--context-parallel-size=2 --cp_comm_type p2p", "dp_shard=1 cp=2 ring tp=1 pp=1 zero=0"),
+        ("--recompute-activations", "dp_shard=1 cp=1 tp=1 pp=1 zero=0 recompute=selective"),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "dp_shard=1 cp=1 tp=1 pp=1 zero=0 recompute=full",
+        ),
+        (
+            "--pipeline-model-parallel-size 4 --num-layers 32 --num-layers-per-virtual-pipeline-stage 2",
+            "dp_shard=1 cp=1 tp=1 pp=4 zero=0 interleaved v=4",
+        ),
+        ("--num-experts 8 --expert-model-parallel-size 4 --fp8-format hybrid", "cp=1 tp=1 pp=1 ep=4 zero=0 fp8"),
+        (
+            "--use-distributed-optimizer --optimizer-cpu-offload",
+            "dp_replicate=1 cp=1 tp=1 pp=1 zero=1 offload=optimizer",
+        ),
+    ],
+)
+def test_arguments_become_words(text: str, plan: str) -> None:
+    assert plan_of(text) == str(Plan.parse(plan))
+
+
+def test_every_problem_is_reported_by_name() -> None:
+    text = (
+        "pretrain_gpt.py --tensor-model-parallel-sise 2 --micro-batch-size two --rampup-batch-size 32 32 1000"
+        " --cp-comm-type all_gather --recompute-method block --recompute-num-layers 4 --lr 1e-3 --lr 2e-3"
+        " --frobnicate 1"
+    )
+    found = translate_megatron(text)
+    assert codes(found) == ["E060", "E060", "E061", "E061", "E062", "E062", "E062"]
+    written = "\n".join(map(str, found.problems))
+    assert "--tensor-model-parallel-size" in written
+    assert "--lr is given twice: 1e-3 and 2e-3" in written
+
+
+def test_sizes_that_contradict_each_other() -> None:
+    text = "--tensor-model-parallel-size 2 --micro-batch-size 4 --global-batch-size 100"
+    [problem] = translate_megatron(text, num_ranks=16).problems
+    assert problem.code == "E063"
+    assert "100 is no multiple of --micro-batch-size 4 x 8 data-parallel ranks" in problem.what
+    assert "--global-batch-size 96" in problem.fix
+    assert codes(translate_megatron("--num-layers 10 --num-layers-per-virtual-pipeline-stage 3")) == ["E063"]
+
+
+def test_the_command_takes_a_model_and_its_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --global-batch-size 64 --bf16"
+    words = ["plan", "--cluster", "h100:8", "--megatron", f"{text} --use-distributed-optimizer --micro-batch-size 2"]
+    assert main([*words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["plans"][0]["plan"].startswith("dp_replicate=1 dp_shard=8")
+    assert next(line["setting"] for line in answer["translated"]) == "--layers 16"
+    assert main([*words, "--mb", "4", "--top", "1"]) == 0
+    printed = capsys.readouterr()
+    assert "overridden by --plan.mb" in printed.err
+    assert "mb=4" in printed.out
