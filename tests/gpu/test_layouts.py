@@ -56,3 +56,14 @@ def test_buckets_of_an_offloaded_optimizer(bucket: int) -> None:
         copies.step()
         for one, other in zip(on_device, offloaded, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_that_the_script_changes_are_kept_by_an_offloaded_optimizer() -> None:
+    parameter = torch.nn.Parameter(torch.ones(8, device="cuda"))
+    copies = HostCopies(torch.optim.SGD([parameter], lr=0.5), lambda one: one)
+    for start in (1.0, 3.0):
+        with torch.no_grad():
+            parameter.fill_(start)
+        parameter.grad = torch.ones_like(parameter)
+        copies.step()
+        assert parameter.tolist() == [start - 0.5] * 8

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import shoal
 from shoal.blueprint.plan import Plan
-from shoal.numerics.offload.host_copies import HostCopies, num_step_hooks
+from shoal.numerics.offload.host_copies import HostCopies, num_changes, num_step_hooks
 from tests.rejects import rejects
 
 STEPS = 4
@@ -93,6 +93,47 @@ def test_states_that_are_loaded_go_to_files(tmp_path: Path) -> None:
         assert all(map(copies.files.holds, states))
         optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
         assert not any(copies.files.holds(state["exp_avg"]) for state in optimizer.state.values())
+
+
+def test_loaded_states_take_the_place_of_those_before(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    copies = HostCopies(optimizer, lambda one: one, folder=str(tmp_path))
+    used = []
+    for _ in range(3):
+        net(torch.ones(1, 8, dtype=torch.float64)).sum().backward()
+        copies.step()
+        assert copies.files is not None
+        used.append(sum(arena.used for arena in copies.files.arenas))
+        optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+    assert used[0] == used[2]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad"])
+def test_the_state_of_steps_before_is_kept(tmp_path: Path, name: str) -> None:
+    """Adagrad has a state from the beginning."""
+    found = []
+    for folder in (None, str(tmp_path)):
+        net = model()
+        optimizer = getattr(torch.optim, name)(net.parameters(), lr=0.1)
+        copies: HostCopies | None = None
+        for step in range(4):
+            if step == 2 and folder is not None:
+                copies = HostCopies(optimizer, lambda one: one, folder=folder)
+            net.zero_grad()
+            net(torch.full((1, 8), step + 1.0, dtype=torch.float64)).sum().backward()
+            (copies or optimizer).step()
+        assert len(optimizer.state_dict()["state"]) == 5
+        found.append([parameter.detach() for parameter in net.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_changes_are_counted() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    before = num_changes(parameter.detach())
+    with torch.no_grad():
+        parameter.mul_(2)
+    assert num_changes(parameter.detach()) == before + 1
 
 
 def test_a_folder_that_cannot_hold_the_states_is_named(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Start one process for each rank, wait for all, replace what failed if that is allowed, and leave none behind.
 
-A replaced process gets the slot of the one that failed. Ranks are numbered again, survivors first, so that rank 0 is a
+A replaced process gets the slot of the one that failed. Ranks are dealt again, survivors first, so that rank 0 is a
 process that has the state of training. Each generation of ranks has its own port. Survivors read their new variables
 from a file (`shoal.horovod.elastic.rejoin`).
 """
@@ -87,7 +87,7 @@ class _Processes:
                     self.first = slot
 
     def replace(self, slot: int) -> None:
-        """Number ranks again, survivors first, write them for the survivors, and start a process in place of one."""
+        """Deal ranks again, survivors first, write them for the survivors, and start a process in place of one."""
         order = [each for each in sorted(self.ranks, key=self.ranks.__getitem__) if each != slot]
         self.ranks = {each: rank for rank, each in enumerate([*order, slot])}
         self.generation, self.port, self.first = self.generation + 1, _free_port(), None

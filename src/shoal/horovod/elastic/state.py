@@ -66,8 +66,8 @@ class State:
         """Prepare for other ranks, before `sync`."""
 
 
-_REMOVED = 2
-"""Hosts were only removed: the ranks that stay have the same state."""
+_REMOVED = 1
+"""Of Horovod's HostUpdateResult: hosts were only removed, and the ranks that stay have the same state."""
 
 
 class ObjectState(State):

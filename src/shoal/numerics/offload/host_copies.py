@@ -61,11 +61,15 @@ class HostCopies:
             here = [self._copied(parameter) for parameter in group["params"]]
             self.pairs += zip(group["params"], here, strict=True)
             group["params"] = here
+        for parameter, host in self.pairs:
+            _move_state(optimizer, parameter, host)
+        self.versions = [self._version(parameter) for parameter, _ in self.pairs]
         device = next((parameter.device for parameter, _ in self.pairs), torch.device("cpu"))
         self.inward, self.outward = _Stream(device), _Stream(device)
         self.slots: list[Tensor] = []
         states = 2 * sum(_bytes(host) + mmap.PAGESIZE for _, host in self.pairs)
         self.files = None if folder is None else StateFiles(Path(folder), min(ARENA, states))
+        self.in_files: dict[tuple[nn.Parameter, str], Tensor] = {}
 
     def _copied(self, parameter: nn.Parameter) -> nn.Parameter:
         own = self.piece(parameter.detach())
@@ -77,6 +81,7 @@ class HostCopies:
     @torch.no_grad()
     def step(self) -> None:
         """Update the parameters that have a gradient, by buckets."""
+        self._take_changes()
         buckets = list(self._buckets())
         self._make_slots(buckets)
         arrived = [self._fetch(bucket, slot) for bucket, slot in zip(buckets, self.slots, strict=False)]
@@ -94,6 +99,16 @@ class HostCopies:
                 arrived.append(self._fetch(buckets[number + SLOTS], self.slots[number % SLOTS]))
             self._return(bucket)
         self.outward.join()
+        self.versions = [self._version(parameter) for parameter, _ in self.pairs]
+
+    def _take_changes(self) -> None:
+        """Copy weights to the host that were changed on the device since the last step: by the script, or by a load."""
+        for (parameter, host), version in zip(self.pairs, self.versions, strict=True):
+            if parameter.device != host.device and self._version(parameter) != version:
+                host.copy_(self.piece(parameter.detach()))
+
+    def _version(self, parameter: nn.Parameter) -> int:
+        return num_changes(self.piece(parameter.detach()))
 
     def _buckets(self) -> Iterator[list[Pair]]:
         """Pairs with a gradient in the order of the parameters; all at once for an optimizer that steps as a whole."""
@@ -146,24 +161,32 @@ class HostCopies:
                 if parameter.device != host.device:
                     self.piece(parameter.detach()).copy_(host, non_blocking=True)
 
-    def _states(self, bucket: list[Pair]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-        """The states of a bucket that are as large as their parameters, with the dictionary that has them."""
+    def _states(self, bucket: list[Pair]) -> Iterator[tuple[nn.Parameter, dict[str, Any], str, Tensor]]:
+        """The states of a bucket that are as large as their parameters: of which, and the dictionary that has them."""
         for _, host in bucket:
             for key, value in list(self.optimizer.state.get(host, {}).items()):
                 if isinstance(value, Tensor) and value.numel() == host.numel():
-                    yield self.optimizer.state[host], key, value
+                    yield host, self.optimizer.state[host], key, value
 
     def _expect(self, next_ones: list[list[Pair]]) -> None:
         """Read the states of the next bucket ahead."""
         if self.files is not None:
-            self.files.expect(value for bucket in next_ones for _, _, value in self._states(bucket))
+            self.files.expect(value for bucket in next_ones for *_, value in self._states(bucket))
 
     def _keep_states(self, bucket: list[Pair]) -> None:
         """Put states that the optimizer has just made, or that were loaded, into files."""
         if self.files is not None:
-            for states, key, value in self._states(bucket):
+            for host, states, key, value in self._states(bucket):
                 if not self.files.holds(value):
-                    states[key] = self.files.hold(value)
+                    states[key] = self._in_file(self.files, host, key, value)
+
+    def _in_file(self, files: StateFiles, host: nn.Parameter, key: str, value: Tensor) -> Tensor:
+        """A state in its file: a loaded one takes the place of the one before."""
+        held = self.in_files.get((host, key))
+        if held is not None and (held.shape, held.dtype) == (value.shape, value.dtype):
+            return held.copy_(value)
+        self.in_files[host, key] = files.hold(value)
+        return self.in_files[host, key]
 
 
 class _Stream:
@@ -187,6 +210,19 @@ class _Stream:
         """Let the device wait for all copies."""
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+
+def _move_state(optimizer: Optimizer, parameter: nn.Parameter, host: nn.Parameter) -> None:
+    """Give the copy the state of its parameter: of steps before, or of an optimizer that makes it at once."""
+    if parameter in optimizer.state:
+        state = optimizer.state.pop(parameter)
+        is_large = {key: isinstance(value, Tensor) and value.numel() == host.numel() for key, value in state.items()}
+        optimizer.state[host] = {key: value.to("cpu") if is_large[key] else value for key, value in state.items()}
+
+
+def num_changes(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; views and detached ones count together. torch counts for autograd."""
+    return tensor._version
 
 
 def _bytes(tensor: Tensor) -> int:
