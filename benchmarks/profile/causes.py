@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -137,7 +138,7 @@ def _disk(case: Injected) -> Iterator[Callable[[Run], None]]:
     if case.cause != "disk":
         yield lambda run: None
         return
-    folder = Path(tempfile.gettempdir()) / f"shoal-causes-{os.getppid()}"
+    folder = _folder(os.getppid())
     os.environ[VARIABLE] = f"slow_disk_at=seconds:{case.seconds}"
     try:
         yield lambda run: run.save(folder, keep=1)
@@ -145,10 +146,18 @@ def _disk(case: Injected) -> Iterator[Callable[[Run], None]]:
         os.environ.pop(VARIABLE)
 
 
+def _folder(started_by: int) -> Path:
+    """Where the ranks of one process save."""
+    return Path(tempfile.gettempdir()) / f"shoal-causes-{started_by}"
+
+
 def outcome(case: Injected) -> dict[str, Any]:
     """What rank 0 says of a case."""
     if case.cause not in ("link", "bucket"):
-        return launch(profiled, (case,), nproc=case.ranks)[0]
+        try:
+            return launch(profiled, (case,), nproc=case.ranks)[0]
+        finally:
+            shutil.rmtree(_folder(os.getpid()), ignore_errors=True)
     from tests.far_link import far_hosts
 
     with far_hosts(round_trip=case.seconds) as link:
