@@ -77,7 +77,7 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
     ).stdout.strip()
     command = "python benchmarks/deepspeed/run.py .venv/deepspeed docs/deepspeed.md"
     day = datetime.datetime.now(datetime.UTC).date()
-    end = f"Measured on {day}, two CPU ranks, {STEPS} steps, DeepSpeed 0.19.8, commit {commit}: `{command}`"
+    end = f"Measured on {day}, {commit[:7]}, two CPU ranks, {STEPS} steps, DeepSpeed 0.19.8: `{command}`"
     return "\n".join([*rows, "", end])
 
 

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -243,6 +244,7 @@ def _write_docs(text: str) -> None:
     before, _, rest = path.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     body = text.partition("\n")[2].strip()
+    body = re.sub(r"commit (\w{7})(\w*)\n- date: (\S+)", r"commit \1\2\n- date: \3, \1", body)
     path.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}")
 
 
