@@ -13,6 +13,7 @@ from shoal.cli.overrides import parse
 from shoal.cli.train import Train
 from shoal.config.recipe import Recipe
 from tests.cli.host import Host
+from tests.rejects import rejects
 
 CONFIG = {
     "train_batch_size": 8,
@@ -43,6 +44,31 @@ def test_the_config_is_above_the_recipe_and_below_the_command_line(tmp_path: Pat
     assert found.plan.resolve(2).brief() == "dp_shard=2 zero=2 mb=2"
     typed = recipe_of(str(recipe), "--deepspeed", write(tmp_path), "--nproc", "2", "--plan", "zero=3 mb=4")
     assert typed.plan.resolve(2).brief() == "dp_shard=2 zero=3 mb=4"
+
+
+@pytest.mark.parametrize(
+    ("plan", "words", "batch"),
+    [
+        ("mb=1", [], 8),
+        ("mb=1", ["--plan.tp", "2"], 4),
+        ("mb=1", ["--plan", "tp=2 pp=2"], 2),
+        ("cp=2", ["--plan.tp", "2"], 2),
+        ("tp=4", ["--plan.tp", "1"], 8),
+        ("ep=2 dp_shard=4", [], 8),  # ep ranks have samples of their own
+        ("auto", ["--plan.tp", "2", "--plan.pp", "1", "--plan.cp", "1"], 4),
+    ],
+)
+def test_ranks_that_share_samples_count_once(tmp_path: Path, plan: str, words: list[str], batch: int) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"plan: {plan}")
+    (tmp_path / "sizes.json").write_text('{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}')
+    given = [str(tmp_path / "recipe.yaml"), "--deepspeed", str(tmp_path / "sizes.json"), "--nproc", "4", *words]
+    assert recipe_of(*given).data.global_batch == batch
+
+
+def test_no_batch_follows_from_degrees_that_the_planner_chooses(tmp_path: Path) -> None:
+    (tmp_path / "sizes.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
+    with rejects("E007", "unknown number of ranks"):
+        recipe_of("--deepspeed", str(tmp_path / "sizes.json"), "--nproc", "4", "--run.planned", "true")
 
 
 def test_the_table_says_what_became_of_each_key(tmp_path: Path) -> None:
@@ -87,3 +113,19 @@ def test_plan_has_the_words_of_the_config(tmp_path: Path, capsys: pytest.Capture
     assert "zero=3" in plan["plan"]
     assert "mb=4 bf16" in plan["plan"]
     assert answer["translated"]
+
+
+@pytest.mark.parametrize("typed", [["--tp", "2"], ["--plan", "tp=2"]])
+def test_typed_degrees_change_the_batch_of_a_plan(
+    tmp_path: Path, typed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "sizes.json"
+    config.write_text('{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}')
+    words = ["plan", "llama3-8b", "--cluster", "h100:8", "--deepspeed", str(config), "--json", "--seq-len", "2048"]
+    assert main([*words, *typed]) == 0
+    lines = {line["key"]: line["setting"] for line in json.loads(capsys.readouterr().out)["translated"]}
+    assert lines["train_batch_size"] == "--data.global_batch 8"
+    assert (
+        main(["plan", "llama3-8b", "--cluster", "h100:8", "--deepspeed", str(tmp_path / "missing.json"), *typed]) == 2
+    )
+    assert "E001" in capsys.readouterr().err

@@ -49,6 +49,31 @@ def test_it_writes_and_reads_its_own_files(engine: Engine, tmp_path: Path) -> No
     assert engine.in_features == 3  # of the model
 
 
+def test_arguments_of_a_load_have_the_order_of_deepspeed(engine: Engine, tmp_path: Path) -> None:
+    engine.backward(engine(torch.randn(4, 3)).square().mean())
+    engine.step()
+    engine.save_checkpoint(tmp_path, "one", {"seen": 4})
+    assert engine.load_checkpoint(tmp_path, "one", True, True, True) == (str(tmp_path / "one"), {"seen": 4})
+    assert engine.load_checkpoint(tmp_path, "one", True, True, True, True) == (str(tmp_path / "one"), {})  # weights
+    with rejects("E016", "load_module_strict=False"):
+        engine.load_checkpoint(tmp_path, "one", False)
+
+
+def test_a_resumed_run_may_accumulate_otherwise(tmp_path: Path) -> None:
+    sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}
+    for number, config in ((1, CONFIG), (3, {**CONFIG, **sizes})):
+        engine, *_ = deepspeed.initialize(model=nn.Linear(3, 2), config=config)
+        if number == 3:
+            engine.load_checkpoint(tmp_path)
+            assert (engine.global_steps, engine.micro_steps) == (2, 6)
+        for _ in range(2 * number):
+            engine.backward(engine(torch.randn(4, 3)).square().mean())
+            engine.step()
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+    assert (engine.global_steps, engine.micro_steps) == (4, 12)
+
+
 def test_wrong_calls(engine: Engine, tmp_path: Path) -> None:
     with rejects("E015", "without a backward"):
         engine.step()
@@ -103,3 +128,12 @@ def test_schedules_begin_with_two_steps_at_the_lowest_rate() -> None:
     other = deepspeed.WarmupDecayLR(optimizer, 8, warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear")
     other.load_state_dict(schedule.state_dict())
     assert other.get_lr() == [0.0]
+
+
+def test_a_highest_rate_of_zero_is_zero() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    schedule = deepspeed.WarmupLR(optimizer, warmup_max_lr=0.0, warmup_num_steps=2)
+    assert schedule.highest == [0.0]
+    for _ in range(4):
+        schedule.step()
+    assert schedule.get_last_lr() == [0.0]

@@ -141,6 +141,30 @@ def test_every_element_arrives(tmp_path: Path, form: Any) -> None:
     assert step.manifest.state["scalars"]["a.weight"]["step"] == 7.0
 
 
+def test_the_step_is_that_of_the_files_unless_it_is_given(tmp_path: Path) -> None:
+    stage_2(tmp_path / "theirs")
+    for how, step in ((ImportSettings(), 7), (ImportSettings(step=2), 2)):
+        import_checkpoint(read(tmp_path / "theirs", how), tmp_path / f"ours{step}", how, lambda size: None)
+        assert find(tmp_path / f"ours{step}").manifest.step == step
+    torch.save(model_file(global_steps="7"), tmp_path / "theirs" / "mp_rank_00_model_states.pt")
+    assert read(tmp_path / "theirs", ImportSettings()).num_steps == 0
+
+
+def test_what_is_left_out_is_named(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    state = {0: {"step": torch.tensor(7.0), "exp_avg": torch.ones(5, 7), "exp_avg_sq": torch.ones(5, 7)}}
+    more = {
+        **{"param_shapes": None, "shared_params": None, "ds_version": "0.19.8", "ds_config": {}},
+        **{"optimizer": {"state": state, "param_groups": [{"params": [0]}]}, "lr_scheduler": {"last": 3}},
+        **{"epoch": 5, "a\nb": 1},  # of the client
+    }
+    torch.save(model_file(**more), tmp_path / "theirs" / "mp_rank_00_model_states.pt")
+    found = read(tmp_path / "theirs", ImportSettings())
+    assert found.left_out[0].startswith("optimizer (of ZeRO 0")
+    assert found.left_out[1:] == ("lr_scheduler", "epoch", "'a\\nb'")
+    assert (found.states, found.num_steps) == ({}, 7)
+
+
 class Hostile:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch /tmp/shoal-was-run-by-a-pickle",)

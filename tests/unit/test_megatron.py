@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from itertools import permutations
+from typing import Any
 
 import pytest
 
@@ -53,6 +55,46 @@ def codes(found: Translation) -> list[str]:
 )
 def test_arguments_become_words(text: str, plan: str) -> None:
     assert plan_of(text) == str(Plan.parse(plan))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "value"),
+    [
+        (["--fp8-format hybrid", "--bf16"], "precision", "fp8"),
+        (["--fp8-format e4m3", "--fp16"], "precision", "fp8"),
+        (
+            [
+                "--use-megatron-fsdp",
+                "--data-parallel-sharding-strategy optim_grads_params",
+                "--use-distributed-optimizer",
+            ],
+            "zero",
+            3,
+        ),
+        (["--use-megatron-fsdp", "--use-distributed-optimizer"], "zero", 3),
+        (["--use-torch-fsdp2", "--use-distributed-optimizer"], "zero", 3),
+        (["--recompute-granularity full", "--recompute-activations"], "recompute", "full"),
+        (["--recompute-granularity selective", "--recompute-activations"], "recompute", "selective"),
+    ],
+)
+def test_the_order_of_arguments_changes_nothing(arguments: list[str], key: str, value: Any) -> None:
+    for order in permutations(arguments):
+        found = translate_megatron(" ".join(order))
+        assert not found.problems
+        assert found.plan[key] == value
+        said = {line.flag for line in found.lines if line.flag.startswith(f"--plan.{key} ")}
+        assert said <= {f"--plan.{key} {value}"}
+
+
+def test_a_vocabulary_with_padding_is_the_larger_one() -> None:
+    for order in permutations(["--vocab-size 1000", "--padded-vocab-size 1024"]):
+        assert translate_megatron(" ".join(order)).settings["vocabulary"] == 1024
+
+
+def test_arguments_that_exclude_each_other() -> None:
+    assert codes(translate_megatron("--cp-comm-type p2p --cp-comm-type a2a")) == ["E061"]
+    [problem] = translate_megatron("--fp16 --bf16").problems
+    assert (problem.code, problem.what) == ("E061", "--bf16 and --fp16 exclude each other")
 
 
 def test_every_problem_is_reported_by_name() -> None:

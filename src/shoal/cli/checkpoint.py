@@ -151,8 +151,8 @@ class Import:
     format: Literal["auto", "safetensors", "huggingface", "dcp", "deepspeed"] = "auto"
     """The format of the source. auto: by the names of its files."""
 
-    step: int = 0
-    """The step number of the checkpoint."""
+    step: int | None = None
+    """The step number of the checkpoint. None: that of a checkpoint of DeepSpeed; else 0."""
 
     prefix: str = ""
     """A prefix of the weights' names, such as `model.`. Tensors without it are skipped."""
@@ -301,7 +301,7 @@ def _model_section(options: Export, step: SavedStep) -> Mapping[str, Any] | None
 
 
 def _import(options: Import) -> int:
-    if options.step < 0:
+    if options.step is not None and options.step < 0:
         raise ShoalError(f"--step must be 0 or more, got {options.step}", fix="--step 0", code="R045")
     from shoal.checkpoint.formats.import_ import ImportSettings, import_checkpoint, read
 
@@ -312,7 +312,7 @@ def _import(options: Import) -> int:
     with _progress_bar("importing", found.num_bytes, options) as advance:
         path = import_checkpoint(found, options.to, settings, advance)
     result = {
-        "from": str(options.source), "format": found.format, "path": str(path), "step": options.step,
+        "from": str(options.source), "format": found.format, "path": str(path), "step": found.step(settings),
         "tensors": len(found.model), "optimizer_states": len(found.states), "bytes": found.num_bytes,
         "skipped": list(found.left_out), "model": found.section,
     }  # fmt: skip

@@ -26,7 +26,7 @@ OF_ENGINE, OF_CLIENT = "engine", "client"
 def save(engine: Engine, folder: Path, tag: str | None, client: Mapping[str, Any], *, save_latest: bool) -> None:
     """Save all of an engine between two steps."""
     name = _checked(f"global_step{engine.global_steps}" if tag is None else str(tag))
-    counters = {"micro_steps": engine.micro_steps, "skipped_steps": engine.skipped_steps}
+    counters = {"skipped_steps": engine.skipped_steps}
     engine.run.save(folder / name, keep=1, extra={OF_ENGINE: counters, OF_CLIENT: dict(client)})
     if save_latest and engine.run.is_main:
         beside = folder / f".latest.{os.getpid()}"
@@ -50,7 +50,7 @@ def load(
     if load_module_only:
         return str(place), {}
     saved = engine.run.extra
-    engine.micro_steps = int(saved.get(OF_ENGINE, {}).get("micro_steps", 0))
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()  # which may have changed
     engine.skipped_steps = int(saved.get(OF_ENGINE, {}).get("skipped_steps", 0))
     return str(place), dict(saved.get(OF_CLIENT, {}))
 

@@ -222,9 +222,25 @@ class Engine:
         return True
 
     def load_checkpoint(
-        self, load_dir: str | Path, tag: str | None = None, load_module_only: bool = False, **others: Any
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Resume from `load_dir/tag`, or from the tag in `latest`; return its path and the client's state."""
+        """Resume from `load_dir/tag`, or from the tag in `latest`; return its path and the client's state.
+
+        The order of the arguments is DeepSpeed's, since scripts give them by place.
+        """
+        others = {
+            "load_module_strict": load_module_strict,
+            "load_optimizer_states": load_optimizer_states,
+            "load_lr_scheduler_states": load_lr_scheduler_states,
+            "custom_load_fn": custom_load_fn,
+        }
         return checkpoint.load(self, Path(load_dir), tag, load_module_only=load_module_only, others=others)
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:

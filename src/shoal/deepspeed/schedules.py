@@ -33,7 +33,9 @@ class WarmupLR:
     ) -> None:
         self.optimizer = optimizer
         self.lowest = [warmup_min_lr for _ in optimizer.param_groups]
-        self.highest = [warmup_max_lr or float(group["lr"]) for group in optimizer.param_groups]
+        self.highest = [
+            float(group["lr"]) if warmup_max_lr is None else warmup_max_lr for group in optimizer.param_groups
+        ]
         self.num_warmup, self.form = max(2, warmup_num_steps), warmup_type
         self.last_batch_iteration = last_batch_iteration
         if last_batch_iteration == -1:

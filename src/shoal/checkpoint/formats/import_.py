@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.checkpoint.formats import dcp, huggingface, safetensors
 from shoal.checkpoint.formats.deepspeed.read import read_deepspeed
-from shoal.checkpoint.formats.deepspeed.zero import step_folder
+from shoal.checkpoint.formats.deepspeed.zero import num_steps, step_folder
 from shoal.checkpoint.formats.export import failed, reject_full_disk, reject_path_inside_file
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
 from shoal.checkpoint.save import key_of
@@ -35,7 +35,8 @@ class ImportSettings:
     """What to import, and as what."""
 
     format: str = "auto"
-    step: int = 0
+    step: int | None = None
+    """The step of the checkpoint. None: that of the source, or 0 if it has none."""
     prefix: str = ""
     """The prefix of the names of weights; other tensors are left out."""
     overwrite: bool = False
@@ -55,8 +56,14 @@ class Foreign:
     states: dict[tuple[str, str], LazyTensor] = field(default_factory=dict)
     """(State, name of a parameter) → the optimizer's state."""
     left_out: tuple[str, ...] = ()
+    num_steps: int = 0
+    """The steps that the source has made, as far as it says so."""
     section: dict[str, Any] | None = None
     """The model section of a recipe that these weights fit."""
+
+    def step(self, how: ImportSettings) -> int:
+        """The step to import it as."""
+        return self.num_steps if how.step is None else how.step
 
     @property
     def num_bytes(self) -> int:
@@ -66,22 +73,22 @@ class Foreign:
 
 def import_checkpoint(found: Foreign, to: Path, how: ImportSettings, progress: Callable[[int], None]) -> Path:
     """Write a checkpoint; return its step. `progress` is called with the bytes of each part."""
-    store = Store(to)
-    _reject_existing(store, how)
+    store, step = Store(to), found.step(how)
+    _reject_existing(store, step, overwrite=how.overwrite)
     try:
-        draft = store.begin(how.step)
+        draft = store.begin(step)
         reject_full_disk(to, found.num_bytes)
         manifest = _write(draft, store, found, how, progress)
         Manifest.parse(manifest.to_bytes())  # whatever was read, the result can be loaded
         return store.commit(manifest)
     except BaseException as error:
-        store.abandon(how.step)
+        store.abandon(step)
         if isinstance(error, OSError):
             raise failed(to, error) from error
         raise
 
 
-def _reject_existing(store: Store, how: ImportSettings) -> None:
+def _reject_existing(store: Store, step: int, *, overwrite: bool) -> None:
     root = store.root
     reject_path_inside_file(root)
     if root.exists() and not root.is_dir():
@@ -89,16 +96,16 @@ def _reject_existing(store: Store, how: ImportSettings) -> None:
     there = {path.name for path in root.iterdir() if not path.name.startswith(".draft-")} if root.is_dir() else set()
     if not there:
         return
-    own = {store.path(how.step).name, "latest"}
-    if how.step not in store.steps() or not there <= own:
+    own = {store.path(step).name, "latest"}
+    if step not in store.steps() or not there <= own:
         raise ShoalError(
             f"{root} has {', '.join(sorted(there - own)[:3] or sorted(there))}; nothing was changed",
             fix="import into a new directory",
             code="C040",
         )
-    if not how.overwrite:
+    if not overwrite:
         raise ShoalError(
-            f"{root} has step {how.step} already; nothing was changed", fix="another name, or --overwrite", code="C040"
+            f"{root} has step {step} already; nothing was changed", fix="another name, or --overwrite", code="C040"
         )
 
 
@@ -139,7 +146,8 @@ def _deepspeed(source: Path, prefix: str) -> Foreign:
         )
     tensors, states, others = read_deepspeed(folder)
     named = {**tensors, **{f"optimizer/{kind}/{name}": tensor for (kind, name), tensor in states.items()}}
-    return _sorted_out(Foreign(source.name, "deepspeed", {}, left_out=tuple(others)), named, prefix)
+    found = Foreign(source.name, "deepspeed", {}, left_out=tuple(others), num_steps=num_steps(folder) or 0)
+    return _sorted_out(found, named, prefix)
 
 
 def detect(source: Path) -> str:
@@ -257,7 +265,7 @@ def _write(draft: Path, store: Store, found: Foreign, how: ImportSettings, progr
     state: dict[str, Any] = {"imported": {"from": found.source, "format": found.format}, "scalars": scalars}
     if found.section is not None:
         state["model"] = found.section
-    return Manifest(step=how.step, tensors=entries, files=files, state=state)
+    return Manifest(step=found.step(how), tensors=entries, files=files, state=state)
 
 
 def _groups(tensors: Mapping[str, LazyTensor], most_bytes: int) -> Iterator[list[tuple[str, int]]]:

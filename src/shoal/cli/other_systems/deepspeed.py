@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
 from shoal.comm.rendezvous.environment import read_environment
 from shoal.config.checks.memory import has_no_accelerator
 from shoal.config.deepspeed.translate import translate
 from shoal.config.deepspeed.translation import Translation
+from shoal.config.load import read_recipe
+from shoal.config.recipe import Recipe
 from shoal.config.recipe_file import read_yaml
 from shoal.errors import ShoalError
 
@@ -22,9 +25,21 @@ LOSS = (
 
 
 def translated_for_recipe(path: Path, recipe: Path | None, overrides: Overrides, *, several_hosts: bool) -> Translation:
-    """Translate the config for a recipe and the settings of a command."""
+    """Translate the config for a recipe and the settings of a command.
+
+    They may set degrees that the config does not have, and the global batch depends on all of them. So the config is
+    translated twice: for the plan, and for the batch.
+    """
     ranks = None if several_hosts else _num_ranks(recipe, dict(overrides))
-    return translate(path, target="train", num_ranks=ranks)
+    plan = translate(path, target="train", num_ranks=ranks)
+    shared = _num_sharing(read_recipe(recipe, [*plan.overrides(), *overrides]).recipe)
+    return translate(path, target="train", num_ranks=None if shared is None else ranks, shared=shared)
+
+
+def _num_sharing(recipe: Recipe) -> int | None:
+    """The number of ranks that see the same samples; None: the planner will choose it."""
+    degrees = (recipe.plan.tp, recipe.plan.pp, recipe.plan.cp)
+    return None if recipe.run.planned and None in degrees else prod(degree or 1 for degree in degrees)
 
 
 def _num_ranks(recipe: Path | None, overrides: Mapping[str, str]) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from shoal.blueprint.plan import Plan
@@ -24,7 +25,7 @@ def with_translation(options: Any, arguments: Sequence[str]) -> tuple[Any, list[
         raise ShoalError("--deepspeed and --megatron exclude each other", fix="one of them", code="R044")
     ranks = _num_devices(options.cluster)
     if options.deepspeed is not None:
-        title, found = str(options.deepspeed), translate(options.deepspeed, target="plan", num_ranks=ranks)
+        title, found = str(options.deepspeed), _deepspeed(options, ranks)
     else:
         title, found = "--megatron", translate_megatron(options.megatron, num_ranks=ranks)
     raise_if(found.problems, title=title if len(found.problems) > 1 else "")
@@ -32,6 +33,15 @@ def with_translation(options: Any, arguments: Sequence[str]) -> tuple[Any, list[
     if "--json" not in arguments:
         print(table(title, found.lines, typed), file=sys.stderr)
     return replace(options, **changed), found.lines
+
+
+def _deepspeed(options: Any, ranks: int | None) -> Translation:
+    """Translate a config twice: for the plan, and for the batch, which depends on degrees that were typed."""
+    words = read_words(options.plan).values
+    found = translate(options.deepspeed, target="plan", num_ranks=ranks)
+    degrees = ("tp", "pp", "cp")
+    shared = prod(getattr(options, name) or words.get(name) or found.plan.get(name) or 1 for name in degrees)
+    return translate(options.deepspeed, target="plan", num_ranks=ranks, shared=shared)
 
 
 def _num_devices(cluster: str) -> int | None:

@@ -45,7 +45,7 @@ def _total(reader: Reader, micro: int, steps: int, data_ranks: int | None) -> in
     if data_ranks is not None:
         return micro * steps * data_ranks
     what = f"{TOTAL} is missing, and {MICRO} {micro} x {STEPS} {steps} is for each of an unknown number of ranks"
-    fix = f'--nproc 8, which makes it {8 * micro * steps}; or "{TOTAL}": {8 * micro * steps}'
+    fix = f'"{TOTAL}": {8 * micro * steps}, for 8 data-parallel ranks; or --nproc 8 and --plan with tp, pp and cp'
     reader.into.problems.append(Problem("E007", what, fix))
     return None
 

@@ -21,8 +21,13 @@ DEFAULT_CLIP = 1.0
 """DeepSpeed clips at this norm if a config says nothing."""
 
 
-def translate(source: str | Path | Mapping[str, Any], *, target: Target, num_ranks: int | None = None) -> Translation:
-    """Translate a file or a mapping. Problems are in the result; `num_ranks` None: not known."""
+def translate(
+    source: str | Path | Mapping[str, Any], *, target: Target, num_ranks: int | None = None, shared: int | None = None
+) -> Translation:
+    """Translate a file or a mapping. Problems are in the result; `num_ranks` None: not known.
+
+    `shared` is the number of ranks that see the same samples. None: the config decides.
+    """
     into = Translation(target)
     try:
         config = read_config(source)
@@ -30,7 +35,8 @@ def translate(source: str | Path | Mapping[str, Any], *, target: Target, num_ran
         into.problems += error.problems
         return into
     reader = Reader(config, into)
-    shared = translate_parallel(reader)
+    of_config = translate_parallel(reader)
+    shared = of_config if shared is None else shared
     data_ranks = None if num_ranks is None else max(1, num_ranks // shared)
     translate_batch(reader, data_ranks)
     translate_zero(reader, data_ranks)

@@ -39,6 +39,13 @@ WORDS: dict[str, dict[str, tuple[str, Any]]] = {
 }
 """Arguments with a word → the word of a plan for each."""
 
+STRENGTH: dict[str, tuple[Any, ...]] = {
+    "precision": ("fp32", "fp16", "bf16", "fp8"),
+    "zero": (0, 1, 2, 3),
+    "recompute": ("none", "selective", "full"),
+}
+"""Words of a plan that several arguments set: the last value here holds, in whatever order the arguments stand."""
+
 REQUEST = {
     "global-batch-size": "global_batch",
     "seq-length": "seq_len",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from shoal.config.deepspeed.translation import Line, Translation
-from shoal.config.megatron.flags import NO_EFFECT, REJECTED, REQUEST, SWITCHES, WHOLE, WORDS
+from shoal.config.megatron.flags import NO_EFFECT, REJECTED, REQUEST, STRENGTH, SWITCHES, WHOLE, WORDS
 from shoal.errors import Problem, nearest
 
 SPECIAL = (
@@ -28,10 +30,12 @@ def translate_megatron(text: str, *, num_ranks: int | None = None) -> Translatio
             into.problems.append(Problem("E061", what, f"--{flag} once"))
         given[flag] = values
         _one(flag, values, into)
+    _precision(given, into)
     _sharding(given, into)
     _stages(given, into)
     _recomputed(given, into)
     _batch(into, num_ranks)
+    into.lines = [_as_it_is(line, into) for line in into.lines]
     return into
 
 
@@ -58,9 +62,7 @@ def _one(flag: str, values: list[str], into: Translation) -> None:
         if (number := _whole(flag, values, into)) is not None:
             _take_number(flag, number, into)
     elif flag in SWITCHES:
-        key, value = SWITCHES[flag]
-        into.plan[key] = value
-        into.lines.append(Line(f"--{flag}", None, f"--plan.{key} {_typed(value)}"))
+        _take_word(flag, None, *SWITCHES[flag], into)
     elif flag in WORDS:
         _word(flag, values, into)
     elif flag in REJECTED:
@@ -78,8 +80,8 @@ def _take_number(flag: str, number: int, into: Translation) -> None:
     if flag in WHOLE:
         into.plan[WHOLE[flag]] = number
         into.lines.append(Line(f"--{flag}", number, f"--plan.{WHOLE[flag]} {number}"))
-    else:
-        into.settings[REQUEST[flag]] = number
+    else:  # a vocabulary with padding is the larger of two
+        into.settings[REQUEST[flag]] = max(number, into.settings.get(REQUEST[flag], 1))
         into.lines.append(Line(f"--{flag}", number, f"--{REQUEST[flag].replace('_', '-')} {number}"))
 
 
@@ -102,9 +104,29 @@ def _word(flag: str, values: list[str], into: Translation) -> None:
         fix = f"--{flag} {nearest(text, known) or next(iter(known))}"
         into.problems.append(Problem("E062", f"--{flag} {text[:80]} has no counterpart in a plan of shoal", fix))
         return
-    key, value = known[text]
-    into.plan[key] = value
+    _take_word(flag, text, *known[text], into)
+
+
+def _take_word(flag: str, text: str | None, key: str, value: Any, into: Translation) -> None:
+    """Set a word of the plan, unless another argument has set it to a stronger value."""
+    is_shared = key in STRENGTH and key in into.plan
+    into.plan[key] = max(into.plan[key], value, key=STRENGTH[key].index) if is_shared else value
     into.lines.append(Line(f"--{flag}", text, f"--plan.{key} {_typed(value)}"))
+
+
+def _as_it_is(line: Line, into: Translation) -> Line:
+    """The line, or one that says which word holds in place of its own."""
+    setting, _, value = line.flag.partition(" ")
+    key = setting.removeprefix("--plan.")
+    if setting == key or _typed(into.plan[key]) == value:
+        return line
+    return replace(line, flag="", remark=f"--plan.{key} {_typed(into.plan[key])}, by another argument")
+
+
+def _precision(given: dict[str, list[str]], into: Translation) -> None:
+    """Weights have one precision of 16 bits."""
+    if "bf16" in given and "fp16" in given:
+        into.problems.append(Problem("E061", "--bf16 and --fp16 exclude each other", "--bf16"))
 
 
 def _sharding(given: dict[str, list[str]], into: Translation) -> None:

@@ -1,4 +1,4 @@
-"""Read a checkpoint of ZeRO 1, 2 or 3: weights in float32, states of the optimizer, buffers."""
+"""Read a checkpoint of ZeRO 0, 1, 2 or 3: weights in float32, states of the optimizer (not of ZeRO 0), buffers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ LATEST = "latest"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _OTHERS = re.compile(r"(layer_\d+.*|expp_rank_.*|.*_expert_.*)_states\.pt")
+
+LEFT_OUT = ("lr_scheduler", "random_ltd", "data_sampler")
+"""Entries of the file of a model that have no counterpart."""
+OWN = (
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+    *("shared_params", "sparse_tensor_module_names", "csr_tensor_module_names", "skipped_steps", "global_steps"),
+    *("global_samples", "dp_world_size", "mp_world_size", "num_experts", "checkpoint_parallel_dimensions"),
+    *("ds_config", "ds_version", "universal_checkpoint_info", *LEFT_OUT),
+)
+"""Entries that DeepSpeed itself writes. It puts those of `client_state` beside them."""
+MOST_STEPS = 2**40
 
 Tensors = dict[str, LazyTensor]
 States = dict[tuple[str, str], LazyTensor]
@@ -53,14 +64,28 @@ def read_zero(folder: Path) -> tuple[Tensors, States, list[str]]:
     if optimizers:
         tensors, states = _partitioned(optimizers, shapes)
     tensors |= _frozen(saved, tensors)
-    others, shared = [], _mapping_of(first.get("shared_params"))
+    shared = _mapping_of(first.get("shared_params"))
     for name, tensor in module.items():
         if name in shared:  # a tied weight has one name
             continue
         if name not in tensors and tensor.numel():
             tensors[name] = in_memory(*_kept(tensor))
-    others = [key for key in ("lr_scheduler", "client_state", "random_ltd", "data_sampler") if first.get(key)]
-    return tensors, states, others
+    return tensors, states, _left_out(first)
+
+
+def _left_out(first: Mapping[str, Any]) -> list[str]:
+    """What the file of a model has, and an import has not."""
+    found = [key for key in LEFT_OUT if first.get(key)]
+    if first.get("optimizer"):  # the script decided on the order of parameters, which no file has
+        found.insert(0, "optimizer (of ZeRO 0: its states have numbers in place of names)")
+    return found + [key if key.isprintable() else repr(key) for key in map(str, first) if key not in OWN]
+
+
+def num_steps(folder: Path) -> int | None:
+    """The steps that were made; None: the files do not say it."""
+    models, _ = _files(folder)
+    found = _mapping(models[0]).get("global_steps") if models else None
+    return found if type(found) is int and 0 <= found < MOST_STEPS else None
 
 
 def described(folder: Path) -> tuple[Shapes, set[str]]:
