@@ -134,6 +134,18 @@ def test_which_exit_codes_are_requeued(
     assert (tmp_path / "requeued").exists() == is_requeued
 
 
+def test_a_job_of_an_array_requeues_itself_alone(tmp_path: Path) -> None:
+    """The last job of an array has the number of the whole array."""
+    spec = JobSpec(name="small", words=("small.yaml",), variants=(("--optim.lr", "1"), ("--optim.lr", "2")))
+    program(tmp_path, "srun", "exit 130")
+    program(tmp_path, "scontrol", 'echo "$@" > requeued')
+    script = render(spec, SlurmSite(), directory="/home/me", command="", mark="")
+    environ = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    environ["PATH"] = f"{tmp_path}/bin:/usr/bin:/bin"
+    subprocess.run(["bash"], input=script, text=True, cwd=tmp_path, env=environ, check=False)
+    assert (tmp_path / "requeued").read_text() == "requeue 7_1\n"
+
+
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 GPUS = ["--nodes", "4", "--gpus", "8"]
@@ -201,6 +213,7 @@ def test_containers(words: list[str], expected: str, folder: Path, capsys: pytes
         (["--array", "optim.lr"], ["J006"]),
         (["--array", "optim.lr=1,2", "--array", "optim.lr=3"], ["J006"]),
         (["--partition", "a b", "--job-name", "x y", "--sbatch", "hello"], ["J002", "J002", "J002"]),
+        (["--sbatch=--constraint=a --array=0-3", "--sbatch=--arr 0-3", "--sbatch=--bb=x-array"], ["J002", "J002"]),
         (["--launch.device", "cpu"], ["J007"]),
         (["--run.overwrite"], ["J008"]),
         (["--runtime", "pyxis", "--at-once", "2"], ["J009", "J009"]),

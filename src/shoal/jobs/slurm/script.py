@@ -30,6 +30,7 @@ STOPPED = (130, 138, 143)
 """Exit codes of ranks that a signal has stopped: after they have saved, and before there was anything to save (USR1 and
 TERM of a process that is still loading)."""
 _WORD = re.compile(r"[\w.,:@+=/%\[\]-]+")
+_ARRAY = re.compile(r"(?<!\S)(--ar\w*|-a)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,9 @@ class SlurmSite:
             if not option.startswith("--") or not option.isprintable():
                 what = f"--sbatch must be an option of sbatch, got {option[:80]!r}"
                 yield Problem("J002", what, "--sbatch=--constraint=h100")
+            elif _ARRAY.search(option):
+                what = f"--sbatch must not make an array, whose jobs would all write to one run, got {option[:80]!r}"
+                yield Problem("J002", what, "--array optim.lr=1e-4,3e-4")
 
 
 def render(spec: JobSpec, site: SlurmSite, *, directory: str, command: str, mark: str) -> str:
@@ -150,10 +154,16 @@ def _body(spec: JobSpec, site: SlurmSite) -> Iterator[str]:
         f'        (( again = $(wc -l < "$failures") <= {spec.max_failures} )) || true ;;\n'
         "esac\n"
         f"if (( again && restarts < {spec.max_requeues} )); then\n"
-        '    scontrol requeue "$SLURM_JOB_ID"\n'
+        f"    scontrol requeue {_number(spec)}\n"
         "fi\n"
         'exit "$code"'
     )
+
+
+def _number(spec: JobSpec) -> str:
+    """The number of this job, for scontrol. One job of an array has the number of the whole array, too, and by that
+    number Slurm would requeue all of them."""
+    return '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if spec.variants else '"$SLURM_JOB_ID"'
 
 
 def _file(site: SlurmSite, ending: str) -> str:
