@@ -189,6 +189,11 @@ def test_settings_and_sweeps_reach_the_command(folder: Path, capsys: pytest.Capt
     subprocess.run(["/bin/bash", "-n"], input=script, text=True, check=True)
 
 
+@pytest.mark.parametrize("memory", ["0", "1024", "200G", "200gb", "1T"])
+def test_sizes_that_slurm_reads(memory: str) -> None:
+    assert not list(SlurmSite().check(memory))
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -214,6 +219,10 @@ def test_containers(words: list[str], expected: str, folder: Path, capsys: pytes
         (["--array", "optim.lr=1,2", "--array", "optim.lr=3"], ["J006"]),
         (["--partition", "a b", "--job-name", "x y", "--sbatch", "hello"], ["J002", "J002", "J002"]),
         (["--sbatch=--constraint=a --array=0-3", "--sbatch=--arr 0-3", "--sbatch=--bb=x-array"], ["J002", "J002"]),
+        (["--memory", "1G\ntouch broken"], ["J021"]),
+        (["--memory", "200Gi"], ["J021"]),  # of Kubernetes
+        (["--memory", "1.5G", "--folder", "a%j", "--qos", "a\n", "--account", "a\r"], ["J002", "J002", "J002", "J021"]),
+        (["--array", "optim.lr=1,2", "--at-once", "0"], ["J001"]),
         (["--launch.device", "cpu"], ["J007"]),
         (["--run.overwrite"], ["J008"]),
         (["--runtime", "pyxis", "--at-once", "2"], ["J009", "J009"]),

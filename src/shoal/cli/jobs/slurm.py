@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         reading,
         arguments,
         prog=PROG,
-        problems=[*site.check(), *_check(options)],
+        problems=[*site.check(options.memory), *_check(options)],
         image=options.container,
         program=program_here(is_elsewhere=bool(options.container or options.setup)),
         stop_before=_stop_before(options),

@@ -29,7 +29,8 @@ MARK = "shoal:"
 STOPPED = (130, 138, 143)
 """Exit codes of ranks that a signal has stopped: after they have saved, and before there was anything to save (USR1 and
 TERM of a process that is still loading)."""
-_WORD = re.compile(r"[\w.,:@+=/%\[\]-]+")
+_WORD = re.compile(r"[\w.,:@+=/\[\]-]+")
+_MEMORY = re.compile(r"[0-9]+([KMGT]B?)?", re.IGNORECASE)
 _ARRAY = re.compile(r"(?<!\S)(--ar\w*|-a)")
 
 
@@ -49,8 +50,12 @@ class SlurmSite:
     folder: str = "jobs"
     """The folder of logs, below the working directory."""
 
-    def check(self) -> Iterator[Problem]:
-        """Find options that would break the lines of the script."""
+    def check(self, memory: str | None = None) -> Iterator[Problem]:
+        """Find options that would break the lines of the script. `memory`: that of a node."""
+        if memory is not None and not _MEMORY.fullmatch(memory):
+            yield Problem("J021", f"--memory must be a size such as 200G, got {memory[:80]!r}", "--memory 200G")
+        if self.at_once is not None and self.at_once < 1:
+            yield Problem("J001", f"--at-once must be at least 1, got {self.at_once}", "--at-once 1, or leave it out")
         for flag in ("partition", "account", "qos", "folder"):
             value = getattr(self, flag)
             if value is not None and not _WORD.fullmatch(value):
