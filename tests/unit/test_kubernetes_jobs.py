@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,30 @@ def test_a_jobset_and_a_trainjob(folder: Path, capsys: pytest.CaptureFixture[str
     assert trainer["command"][:2] == ["/bin/bash", "-ec"]
     assert trainer["command"][2].startswith("cd /workspace\nsource /venv/bin/activate\nexec shoal launch node ")
     assert "--rank $(PET_NODE_RANK) --master $(PET_MASTER_ADDR)" in trainer["command"][2]
+
+
+def seen(text: str, variables: dict[str, str]) -> str:
+    """The text that a container sees: Kubernetes reads `$$` as `$`, and `$(NAME)` as a variable if there is one."""
+
+    def replaced(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", replaced, text)
+
+
+@pytest.mark.parametrize("kind", ["job", "trainjob"])
+def test_kubernetes_changes_no_value(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    value = "a$$b$$(A)$(A)$c$"
+    words = ["--env", f"A={value}", "--setup", "echo $$ $(A)", "--data.source", value]
+    (job,) = (each for name, each in objects(capsys, "--kind", kind, *words).items() if name in ("Job", "TrainJob"))
+    spec = job["spec"]
+    container = spec["trainer"] if kind == "trainjob" else spec["template"]["spec"]["containers"][0]
+    variables = {"A": "!", "PET_NODE_RANK": "1", "JOB_COMPLETION_INDEX": "1"}
+    assert [seen(each["value"], variables) for each in container["env"] if each["name"] == "A"] == [value]
+    script = seen(container["command"][-1], variables)
+    assert script.startswith("echo $$ $(A)\nexec shoal ")
+    assert " --rank 1 " in script
+    assert script.endswith(f" --data.source {shlex.quote(value)}")
 
 
 @pytest.mark.parametrize(
