@@ -116,20 +116,33 @@ def test_every_mistake_is_one_message(
     assert sorted(codes(found)) == expected, found
 
 
-def submit(capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any]:
-    return launch("k8s", "small.yaml", *GPUS, *IMAGE, "--submit", "--unchecked", capsys=capsys, code=code)
+def submit(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    return launch("k8s", "small.yaml", *GPUS, *IMAGE, "--submit", "--unchecked", *words, capsys=capsys, code=code)
 
 
 def test_a_job_is_submitted_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = folder / "made"
     exists = "echo 'Error from server (AlreadyExists): jobs.batch \"small\" already exists' >&2; exit 1"
-    program(folder, "kubectl", f"if [ $1 = create ]; then [ -e {made} ] && {{ {exists}; }}; fi; /bin/cat >> {made}")
+    program(folder, "kubectl", f"[ -s {made} ] && [ $2 = -f ] && {{ {exists}; }}; /bin/cat >> {made}")
     assert submit(capsys) == {"job": "small"}
     job, beside = map(json.loads, made.read_text().replace("}{", "}\n{").splitlines())
     assert job["kind"] == "Job"
     assert [each["kind"] for each in beside["items"]] == ["ConfigMap", "Service", "Secret"]
     assert len(beside["items"][2]["stringData"]["SHOAL_KEY"]) == 64
     assert codes(submit(capsys, code=2)) == ["J012"]
+
+
+def test_objects_of_others_are_not_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A Service of this name exists: the job and the ConfigMap that were created are deleted, the Service is not."""
+    exists = "echo 'Error from server (AlreadyExists): services \"small\" already exists' >&2; exit 1"
+    answers = f"case $(/bin/cat) in *List*) echo configmap/small-recipe; {exists};; esac"
+    program(folder, "kubectl", f'echo "$@" >> {folder}/calls; [ $1 = delete ] || {answers}')
+    (problem,) = submit(capsys, "--namespace", "ml", code=2)["error"]["problems"]
+    assert problem["code"] == "J032"
+    assert 'services "small" already exists' in problem["what"]
+    calls = (folder / "calls").read_text().splitlines()
+    assert [call.split()[0] for call in calls] == ["create", "create", "delete"]
+    assert calls[2] == "delete --wait=false jobs.batch/small configmap/small-recipe --namespace ml"
 
 
 @pytest.mark.parametrize(
