@@ -240,6 +240,18 @@ def test_every_mistake_is_one_message(
     assert sorted(codes(found)) == sorted(expected), found
 
 
+@pytest.mark.parametrize(
+    ("name", "is_rejected"), [("a\\b", True), ("a%jb", True), ("a\nb", True), ("it's a $b", False)]
+)
+def test_directories_that_sbatch_misreads(
+    name: str, is_rejected: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / name).mkdir()
+    monkeypatch.chdir(folder / name)
+    found = launch("slurm", "../small.yaml", *GPUS, capsys=capsys, code=2 if is_rejected else 0)
+    assert not is_rejected or codes(found) == ["J033"]
+
+
 def test_a_plan_that_does_not_fit_is_mended_by_other_machines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (problem,) = launch("slurm", "small.yaml", *GPUS, "--plan", "tp=3", capsys=capsys, code=2)["error"]["problems"]
     assert problem["fix"] == "tp=1, 2, 4, 8, 16 or 32, or --nodes and --gpus with 30 or 33 ranks in all"

@@ -83,6 +83,13 @@ def mark_of(spec: JobSpec, site: SlurmSite, *, directory: str, recipe: str) -> s
     return MARK + fingerprint("\n".join(lines))
 
 
+def check_directory(directory: str) -> Iterator[Problem]:
+    """Find a directory that sbatch would read as another one: it drops backslashes, and replaces %j and the like."""
+    if "\\" in directory or "%" in directory or not directory.isprintable():
+        what = f"the working directory must have no backslash, percent sign or line break, got {directory[-80:]!r}"
+        yield Problem("J033", what, "cd to a directory with another name; then the same command")
+
+
 def runtime_of(spec: JobSpec, site: SlurmSite) -> str | None:
     """The program that runs the container; None: there is no container."""
     if spec.image is None:
