@@ -104,7 +104,7 @@ def test_kubernetes_changes_no_value(kind: str, folder: Path, capsys: pytest.Cap
         ([*IMAGE, "--job-name", "My Run"], ["J002", "J020"]),
         ([*IMAGE, "--pvc", "a:b", "--shm", "much", "--memory", "lots"], ["J021", "J021", "J021"]),
         ([*IMAGE, "--queue", "A B"], ["J020"]),
-        ([*IMAGE, "--again"], ["J009"]),
+        ([*IMAGE, "--again", "--max-requeues", "20"], ["J009", "J009"]),
         ([*IMAGE, "--plan", "tp=3"], ["P009"]),
         ([*IMAGE, "--submit", "--unchecked"], ["J010"]),
     ],
@@ -185,6 +185,7 @@ def test_files_for_clouds(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert stack["files"] == ["small.yaml"]
     assert stack["commands"][-1].endswith('--rank $DSTACK_NODE_RANK --master "$DSTACK_MASTER_NODE_IP"')
     assert codes(launch("skypilot", "small.yaml", *GPUS, "--submit", capsys=capsys, code=2)) == ["J026", "J027"]
+    assert codes(launch("dstack", *words, "--max-requeues", "3", capsys=capsys, code=2)) == ["J009"]
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,7 @@ def program(folder: Path, name: str, text: str) -> None:
 
 def test_settings_and_sweeps_reach_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*GPUS, "--optim.lr", "1e-3", "--plan", "zero=2 mb=1", "--array", "run.seed=0,1", "--array=optim.clip=1,2"]
+    words += ["--max-requeues", "0"]
     script = launch("slurm", "small.yaml", *words, "--env", "A=1", "--env=B=x y", capsys=capsys)["script"]
     assert (
         f"{sys.executable} -m shoal train small.yaml --optim.lr 1e-3 --plan 'zero=2 mb=1' \"${{chosen[@]}}\"" in script
@@ -186,6 +187,7 @@ def test_settings_and_sweeps_reach_the_command(folder: Path, capsys: pytest.Capt
     assert "#SBATCH --array=0-3\n" in script
     assert "    2) chosen=(--run.seed 1 --optim.clip 1 --run.dir runs/small-array/2) ;;" in script
     assert "export A=1\nexport B='x y'\n" in script
+    assert "if (( restarts > 0 )); then" in script
     subprocess.run(["/bin/bash", "-n"], input=script, text=True, check=True)
 
 
