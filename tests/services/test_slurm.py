@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from shoal.jobs.slurm.script import SlurmSite, render
+from shoal.jobs.spec import JobSpec
 from tests.cli.test_lost_host import SLOW as QUICK
 from tests.services.slurm_cluster import Cluster, missing, slurm_cluster
 
@@ -211,6 +213,32 @@ def test_an_array_is_a_sweep(cluster: Cluster, folder: Path) -> None:
     assert len(first) == len(second) == 5
     assert first[1] == second[1]
     assert first[5] != second[5]
+
+
+def test_a_job_of_an_array_that_requeues_itself_leaves_the_others_alone(cluster: Cluster, folder: Path) -> None:
+    """The rendered script, with a program in the place of shoal: the job with the number of the array stops once."""
+    stopping = (
+        "#!/bin/bash\n"
+        'echo start >> "$SLURM_ARRAY_TASK_ID.starts"\n'
+        "until [ -e both ]; do sleep 0.1; done\n"
+        '[ "$SLURM_JOB_ID" != "$SLURM_ARRAY_JOB_ID" ] || [ -e stopped ] || { touch stopped; exit 130; }\n'
+        "until [ -e fast ]; do sleep 0.1; done\n"
+    )
+    (folder / "stopping").write_text(stopping)
+    (folder / "stopping").chmod(0o755)
+    (folder / "jobs").mkdir()
+    spec = JobSpec(name="small", words=(), program=("./stopping",), variants=((), ()))
+    (folder / "job").write_text(render(spec, SlurmSite(), directory=str(folder), command="", mark="shoal:0"))
+    job = cluster.call("sbatch", "--parsable", str(folder / "job")).strip()
+    starts = lambda: sorted(len(path.read_text().split()) for path in folder.glob("*.starts"))  # noqa: E731
+    until(lambda: starts() == [1, 1], 30, lambda: cluster.call("squeue"))
+    (folder / "both").touch()
+    until(lambda: sum(starts()) > 2, 60, lambda: cluster.call("squeue"))
+    (folder / "fast").touch()
+    until(lambda: not cluster.call("squeue", "--noheader"), 60, lambda: cluster.call("squeue"))
+    assert starts() == [1, 2]
+    states = re.findall(r"Restarts=(\d)|JobState=(\w+)", cluster.call("scontrol", "show", "job", job))
+    assert sorted("".join(each) for each in states) == ["0", "1", "COMPLETED", "COMPLETED"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,30 @@ def test_a_jobset_and_a_trainjob(folder: Path, capsys: pytest.CaptureFixture[str
     assert "--rank $(PET_NODE_RANK) --master $(PET_MASTER_ADDR)" in trainer["command"][2]
 
 
+def seen(text: str, variables: dict[str, str]) -> str:
+    """The text that a container sees: Kubernetes reads `$$` as `$`, and `$(NAME)` as a variable if there is one."""
+
+    def replaced(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", replaced, text)
+
+
+@pytest.mark.parametrize("kind", ["job", "trainjob"])
+def test_kubernetes_changes_no_value(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    value = "a$$b$$(A)$(A)$c$"
+    words = ["--env", f"A={value}", "--setup", "echo $$ $(A)", "--data.source", value]
+    (job,) = (each for name, each in objects(capsys, "--kind", kind, *words).items() if name in ("Job", "TrainJob"))
+    spec = job["spec"]
+    container = spec["trainer"] if kind == "trainjob" else spec["template"]["spec"]["containers"][0]
+    variables = {"A": "!", "PET_NODE_RANK": "1", "JOB_COMPLETION_INDEX": "1"}
+    assert [seen(each["value"], variables) for each in container["env"] if each["name"] == "A"] == [value]
+    script = seen(container["command"][-1], variables)
+    assert script.startswith("echo $$ $(A)\nexec shoal ")
+    assert " --rank 1 " in script
+    assert script.endswith(f" --data.source {shlex.quote(value)}")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -78,7 +104,7 @@ def test_a_jobset_and_a_trainjob(folder: Path, capsys: pytest.CaptureFixture[str
         ([*IMAGE, "--job-name", "My Run"], ["J002", "J020"]),
         ([*IMAGE, "--pvc", "a:b", "--shm", "much", "--memory", "lots"], ["J021", "J021", "J021"]),
         ([*IMAGE, "--queue", "A B"], ["J020"]),
-        ([*IMAGE, "--again"], ["J009"]),
+        ([*IMAGE, "--again", "--max-requeues", "20"], ["J009", "J009"]),
         ([*IMAGE, "--plan", "tp=3"], ["P009"]),
         ([*IMAGE, "--submit", "--unchecked"], ["J010"]),
     ],
@@ -90,20 +116,33 @@ def test_every_mistake_is_one_message(
     assert sorted(codes(found)) == expected, found
 
 
-def submit(capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any]:
-    return launch("k8s", "small.yaml", *GPUS, *IMAGE, "--submit", "--unchecked", capsys=capsys, code=code)
+def submit(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    return launch("k8s", "small.yaml", *GPUS, *IMAGE, "--submit", "--unchecked", *words, capsys=capsys, code=code)
 
 
 def test_a_job_is_submitted_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = folder / "made"
     exists = "echo 'Error from server (AlreadyExists): jobs.batch \"small\" already exists' >&2; exit 1"
-    program(folder, "kubectl", f"if [ $1 = create ]; then [ -e {made} ] && {{ {exists}; }}; fi; /bin/cat >> {made}")
+    program(folder, "kubectl", f"[ -s {made} ] && [ $2 = -f ] && {{ {exists}; }}; /bin/cat >> {made}")
     assert submit(capsys) == {"job": "small"}
     job, beside = map(json.loads, made.read_text().replace("}{", "}\n{").splitlines())
     assert job["kind"] == "Job"
     assert [each["kind"] for each in beside["items"]] == ["ConfigMap", "Service", "Secret"]
     assert len(beside["items"][2]["stringData"]["SHOAL_KEY"]) == 64
     assert codes(submit(capsys, code=2)) == ["J012"]
+
+
+def test_objects_of_others_are_not_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A Service of this name exists: the job and the ConfigMap that were created are deleted, the Service is not."""
+    exists = "echo 'Error from server (AlreadyExists): services \"small\" already exists' >&2; exit 1"
+    answers = f"case $(/bin/cat) in *List*) echo configmap/small-recipe; {exists};; esac"
+    program(folder, "kubectl", f'echo "$@" >> {folder}/calls; [ $1 = delete ] || {answers}')
+    (problem,) = submit(capsys, "--namespace", "ml", code=2)["error"]["problems"]
+    assert problem["code"] == "J032"
+    assert 'services "small" already exists' in problem["what"]
+    calls = (folder / "calls").read_text().splitlines()
+    assert [call.split()[0] for call in calls] == ["create", "create", "delete"]
+    assert calls[2] == "delete --wait=false jobs.batch/small configmap/small-recipe --namespace ml"
 
 
 @pytest.mark.parametrize(
@@ -146,6 +185,7 @@ def test_files_for_clouds(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert stack["files"] == ["small.yaml"]
     assert stack["commands"][-1].endswith('--rank $DSTACK_NODE_RANK --master "$DSTACK_MASTER_NODE_IP"')
     assert codes(launch("skypilot", "small.yaml", *GPUS, "--submit", capsys=capsys, code=2)) == ["J026", "J027"]
+    assert codes(launch("dstack", *words, "--max-requeues", "3", capsys=capsys, code=2)) == ["J009"]
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,18 @@ def test_which_exit_codes_are_requeued(
     assert (tmp_path / "requeued").exists() == is_requeued
 
 
+def test_a_job_of_an_array_requeues_itself_alone(tmp_path: Path) -> None:
+    """The last job of an array has the number of the whole array."""
+    spec = JobSpec(name="small", words=("small.yaml",), variants=(("--optim.lr", "1"), ("--optim.lr", "2")))
+    program(tmp_path, "srun", "exit 130")
+    program(tmp_path, "scontrol", 'echo "$@" > requeued')
+    script = render(spec, SlurmSite(), directory="/home/me", command="", mark="")
+    environ = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    environ["PATH"] = f"{tmp_path}/bin:/usr/bin:/bin"
+    subprocess.run(["bash"], input=script, text=True, cwd=tmp_path, env=environ, check=False)
+    assert (tmp_path / "requeued").read_text() == "requeue 7_1\n"
+
+
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 GPUS = ["--nodes", "4", "--gpus", "8"]
@@ -167,6 +179,7 @@ def program(folder: Path, name: str, text: str) -> None:
 
 def test_settings_and_sweeps_reach_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*GPUS, "--optim.lr", "1e-3", "--plan", "zero=2 mb=1", "--array", "run.seed=0,1", "--array=optim.clip=1,2"]
+    words += ["--max-requeues", "0"]
     script = launch("slurm", "small.yaml", *words, "--env", "A=1", "--env=B=x y", capsys=capsys)["script"]
     assert (
         f"{sys.executable} -m shoal train small.yaml --optim.lr 1e-3 --plan 'zero=2 mb=1' \"${{chosen[@]}}\"" in script
@@ -174,7 +187,13 @@ def test_settings_and_sweeps_reach_the_command(folder: Path, capsys: pytest.Capt
     assert "#SBATCH --array=0-3\n" in script
     assert "    2) chosen=(--run.seed 1 --optim.clip 1 --run.dir runs/small-array/2) ;;" in script
     assert "export A=1\nexport B='x y'\n" in script
+    assert "if (( restarts > 0 )); then" in script
     subprocess.run(["/bin/bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize("memory", ["0", "1024", "200G", "200gb", "1T"])
+def test_sizes_that_slurm_reads(memory: str) -> None:
+    assert not list(SlurmSite().check(memory))
 
 
 @pytest.mark.parametrize(
@@ -201,6 +220,11 @@ def test_containers(words: list[str], expected: str, folder: Path, capsys: pytes
         (["--array", "optim.lr"], ["J006"]),
         (["--array", "optim.lr=1,2", "--array", "optim.lr=3"], ["J006"]),
         (["--partition", "a b", "--job-name", "x y", "--sbatch", "hello"], ["J002", "J002", "J002"]),
+        (["--sbatch=--constraint=a --array=0-3", "--sbatch=--arr 0-3", "--sbatch=--bb=x-array"], ["J002", "J002"]),
+        (["--memory", "1G\ntouch broken"], ["J021"]),
+        (["--memory", "200Gi"], ["J021"]),  # of Kubernetes
+        (["--memory", "1.5G", "--folder", "a%j", "--qos", "a\n", "--account", "a\r"], ["J002", "J002", "J002", "J021"]),
+        (["--array", "optim.lr=1,2", "--at-once", "0"], ["J001"]),
         (["--launch.device", "cpu"], ["J007"]),
         (["--run.overwrite"], ["J008"]),
         (["--runtime", "pyxis", "--at-once", "2"], ["J009", "J009"]),
@@ -216,6 +240,18 @@ def test_every_mistake_is_one_message(
 ) -> None:
     found = launch("slurm", "small.yaml", *GPUS, *words, capsys=capsys, code=2)
     assert sorted(codes(found)) == sorted(expected), found
+
+
+@pytest.mark.parametrize(
+    ("name", "is_rejected"), [("a\\b", True), ("a%jb", True), ("a\nb", True), ("it's a $b", False)]
+)
+def test_directories_that_sbatch_misreads(
+    name: str, is_rejected: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / name).mkdir()
+    monkeypatch.chdir(folder / name)
+    found = launch("slurm", "../small.yaml", *GPUS, capsys=capsys, code=2 if is_rejected else 0)
+    assert not is_rejected or codes(found) == ["J033"]
 
 
 def test_a_plan_that_does_not_fit_is_mended_by_other_machines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from shoal.errors import Problem
 
 MOST_NODES = 10_000
 MOST_PER_NODE = 256
+MAX_REQUEUES = 20
 PORT = 29400
 """The port of the coordinator on machine 0; the next one is used, too."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -38,7 +39,7 @@ class JobSpec:
     """The time limit. None: the scheduler's default."""
     stop_before: int = 300
     """Seconds before the time limit at which the run is signalled to save and stop."""
-    max_requeues: int = 20
+    max_requeues: int = MAX_REQUEUES
     """How often the job may be started again."""
     max_failures: int = 3
     """How often the job is started again after the run has failed."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shoal.cli.jobs.request import JobOptions, checked_request, read_options
+from shoal.cli.jobs.request import JobOptions, check_no_requeues, checked_request, read_options
 from shoal.errors import Problem
 from shoal.jobs.clouds import dstack, skypilot
 from shoal.jobs.spec import JobSpec
@@ -59,3 +59,4 @@ def _check(options: Cloud, prog: str, program: str) -> Iterator[Problem]:
         yield Problem("J026", what, f"{prog} ... > job.yaml, and the command in its first line ({program})")
     if options.gpus and options.accelerator is None:
         yield Problem("J027", f"{prog} needs --accelerator, the kind of GPU", "--accelerator H100")
+    yield from check_no_requeues(options, prog)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shoal.cli.jobs.request import JobOptions, checked_request, read_options
+from shoal.cli.jobs.request import JobOptions, check_no_requeues, checked_request, read_options
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem
 from shoal.jobs.kubernetes.client import submit
@@ -96,4 +96,5 @@ def _check(options: Kubernetes) -> Iterator[Problem]:
     if options.again:
         what = "--again has no effect on Kubernetes, where the name of a job is unique"
         yield Problem("J009", what, "--job-name ANOTHER")
+    yield from check_no_requeues(options, PROG)
     yield from check_spec(JobSpec(name=options.job_name or "run", words=(), memory=options.memory))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -17,7 +17,7 @@ from shoal.config.checks.settings import check_incomplete
 from shoal.config.load import RecipeReading
 from shoal.config.recipe import Recipe
 from shoal.errors import Findings, Problem, raise_if
-from shoal.jobs.spec import JobSpec, read_env
+from shoal.jobs.spec import MAX_REQUEUES, JobSpec, read_env
 from shoal.jobs.sweep import read_sweep
 from shoal.jobs.time_limit import read_time
 
@@ -66,8 +66,8 @@ class JobOptions:
     setup: str = ""
     """A line of shell before the run, such as 'source venv/bin/activate'; may be given several times."""
 
-    max_requeues: int = 20
-    """How often the job may be started again, after it was stopped or lost a machine."""
+    max_requeues: int | None = None
+    """How often a job of Slurm may be started again, after it was stopped or lost a machine. None: 20."""
 
     submit: bool = False
     """Submit the job. Without it, the file is printed and nothing happens."""
@@ -148,7 +148,7 @@ def checked_request(
         cpus=options.cpus,
         memory=options.memory,
         seconds=seconds,
-        max_requeues=options.max_requeues,
+        max_requeues=MAX_REQUEUES if options.max_requeues is None else options.max_requeues,
         max_failures=recipe.launch.max_restarts,
         env=env,
         setup=tuple(options.setup.split("\n")) if options.setup else (),
@@ -175,6 +175,13 @@ def _variant(number: int, settings: dict[str, str], recipe: Recipe) -> tuple[str
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]
     folder = recipe.run.dir or f"runs/{recipe.run.name}-array"
     return (*words, "--run.dir", f"{folder}/{number}")
+
+
+def check_no_requeues(options: JobOptions, prog: str) -> Iterator[Problem]:
+    """Find a budget of starts for a scheduler that has none: it starts a run that has saved again without counting."""
+    if options.max_requeues is not None:
+        what = f"--max-requeues has no effect on {prog}: starts after a run has saved are not counted there"
+        yield Problem("J009", what, "leave it out; launch.max_restarts counts failures")
 
 
 def _check_recipe(options: JobOptions, recipe: Recipe, prog: str) -> list[Problem]:

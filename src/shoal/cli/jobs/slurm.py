@@ -16,7 +16,7 @@ from shoal.cli.jobs.request import JobOptions, Request, checked_request, program
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.jobs.programs import run
 from shoal.jobs.slurm.client import find_job, submit
-from shoal.jobs.slurm.script import MARK, SlurmSite, mark_of, render, runtime_of
+from shoal.jobs.slurm.script import MARK, SlurmSite, check_directory, mark_of, render, runtime_of
 from shoal.jobs.spec import JobSpec
 from shoal.jobs.time_limit import read_time
 
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         reading,
         arguments,
         prog=PROG,
-        problems=[*site.check(), *_check(options)],
+        problems=[*site.check(options.memory), *check_directory(os.getcwd()), *_check(options)],
         image=options.container,
         program=program_here(is_elsewhere=bool(options.container or options.setup)),
         stop_before=_stop_before(options),

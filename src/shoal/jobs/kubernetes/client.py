@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.jobs.kubernetes.objects import RESOURCES, secret
 from shoal.jobs.kubernetes.pod import Cluster, Tree
-from shoal.jobs.programs import checked, require, run
+from shoal.jobs.programs import Answer, checked, require, run
 from shoal.jobs.spec import JobSpec
 
 SELECTOR = "app.kubernetes.io/managed-by=shoal"
@@ -22,7 +23,7 @@ def submit(objects: list[Tree], spec: JobSpec, cluster: Cluster) -> str:
     require("kubectl", instead="leave --submit out: the file is printed")
     job, *others = objects
     answer = run("kubectl", "create", "-f", "-", stdin=json.dumps(job))
-    if answer.code != 0 and re.search(r"AlreadyExists|already exists", answer.err):
+    if _exists(answer):
         raise ShoalError(
             f"the same job is submitted already: {job['kind']} {spec.name} exists",
             fix=f"shoal launch status {spec.name}; shoal launch cancel {spec.name}, or --job-name ANOTHER",
@@ -31,16 +32,36 @@ def submit(objects: list[Tree], spec: JobSpec, cluster: Cluster) -> str:
     if answer.code != 0:
         what = f"Kubernetes rejected the job, and nothing was submitted: {answer.reason}"
         raise ShoalError(what, fix=_fix(answer.reason), code="J022")
-    key = secret(spec, cluster, secrets.token_hex(32))
-    beside = {"apiVersion": "v1", "kind": "List", "items": [*others, key]}
-    answer = run("kubectl", "apply", "-f", "-", stdin=json.dumps(beside))
+    _create_beside([*others, secret(spec, cluster, secrets.token_hex(32))], job, cluster)
+    return spec.name
+
+
+def _create_beside(others: list[Tree], job: Tree, cluster: Cluster) -> None:
+    """Create what belongs to a job. An object of the same name is somebody's: it is left as it is, and what was created
+    is deleted."""
+    name, of = job["metadata"]["name"], _of(cluster.namespace)
+    beside = {"apiVersion": "v1", "kind": "List", "items": others}
+    answer = run("kubectl", "create", "--output", "name", "-f", "-", stdin=json.dumps(beside))
+    if _exists(answer):
+        created = [f"{RESOURCES[job['kind'].lower()]}/{name}", *answer.out.split()]
+        words = ["kubectl", "delete", "--wait=false", *created, *of]
+        checked(words, fix=f"{shlex.join(words)}; then --job-name ANOTHER")
+        left = f"if `shoal launch status` has no job {name}: {shlex.join(_delete_beside(name, of))}"
+        raise ShoalError(
+            f"the job {name} was not submitted, because an object of its name exists: {answer.reason}",
+            fix=f"--job-name ANOTHER; or, {left}",
+            code="J032",
+        )
     if answer.code != 0:
         raise ShoalError(
-            f"the job {spec.name} was created, and what belongs to it was not: {answer.reason}",
-            fix=f"shoal launch cancel {spec.name}, then the same command",
+            f"the job {name} was created, and what belongs to it was not: {answer.reason}",
+            fix=f"shoal launch cancel {name}, then the same command",
             code="J023",
         )
-    return spec.name
+
+
+def _exists(answer: Answer) -> bool:
+    return answer.code != 0 and re.search(r"AlreadyExists|already exists", answer.err) is not None
 
 
 def _fix(reason: str) -> str:
@@ -90,9 +111,13 @@ def cancel_job(name: str, namespace: str | None = None) -> None:
     of = _of(namespace)
     for job in find_job(name, namespace):
         checked(["kubectl", "delete", RESOURCES[job["kind"]], name, "--wait=false", *of], fix="kubectl get jobs")
+    checked(_delete_beside(name, of), fix="kubectl get secrets")
+
+
+def _delete_beside(name: str, of: list[str]) -> list[str]:
+    """The command that deletes what belongs to a job, by its labels: no object of others."""
     selector = f"{SELECTOR},app.kubernetes.io/instance={name}"
-    words = ["kubectl", "delete", "service,configmap,secret", "--selector", selector, *of]
-    checked(words, fix="kubectl get secrets")
+    return ["kubectl", "delete", "service,configmap,secret", "--selector", selector, *of]
 
 
 def logs_command(name: str, lines: int, namespace: str | None = None) -> list[str]:

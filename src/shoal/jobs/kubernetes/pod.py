@@ -83,14 +83,14 @@ def command(spec: JobSpec, rank: str, master: str, *, directory: str | None = No
     words += ["--port", str(PORT), "--slots", str(spec.ranks_per_node), *map(_literal, spec.words[1:])]
     if not spec.setup and directory is None:
         return words
-    lines = [*([f"cd {shlex.quote(directory)}"] if directory else []), *spec.setup]
-    # bash never sees what is between $( and ): Kubernetes replaces it before.
+    lines = [*([f"cd {shlex.quote(directory)}"] if directory else []), *map(_literal, spec.setup)]
+    # bash never sees the $(NAME) of rank and master: Kubernetes replaces them before.
     return ["/bin/bash", "-ec", "\n".join([*lines, f"exec {' '.join(_quoted(word) for word in words)}"])]
 
 
 def _literal(text: str) -> str:
-    """A text in which Kubernetes replaces nothing."""
-    return text.replace("$(", "$$(")
+    """A text in which Kubernetes replaces nothing: it reads `$$` as `$`, and `$(NAME)` as a variable."""
+    return text.replace("$", "$$")
 
 
 def _quoted(word: str) -> str:

@@ -60,7 +60,7 @@ def list_jobs() -> list[SlurmJob]:
     """This user's jobs that shoal has submitted, also those that have just ended."""
     require("squeue", instead="`shoal launch k8s`")
     user = pwd.getpwuid(os.geteuid()).pw_name
-    words = ["squeue", f"--user={user}", "--states=all", "--noheader", "--format=%i|%T|%r|%k|%j|%M|%N"]
+    words = ["squeue", f"--user={user}", "--states=all", "--array", "--noheader", "--format=%i|%T|%r|%k|%j|%M|%N"]
     lines = checked(words, fix="scontrol ping; then the same command").splitlines()
     rows = [line.strip().split("|") for line in lines]
     return [SlurmJob(*row) for row in rows if len(row) == 7 and row[3].startswith(MARK)]

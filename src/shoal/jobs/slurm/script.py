@@ -29,7 +29,9 @@ MARK = "shoal:"
 STOPPED = (130, 138, 143)
 """Exit codes of ranks that a signal has stopped: after they have saved, and before there was anything to save (USR1 and
 TERM of a process that is still loading)."""
-_WORD = re.compile(r"[\w.,:@+=/%\[\]-]+")
+_WORD = re.compile(r"[\w.,:@+=/\[\]-]+")
+_MEMORY = re.compile(r"[0-9]+([KMGT]B?)?", re.IGNORECASE)
+_ARRAY = re.compile(r"(?<!\S)(--ar\w*|-a)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,12 @@ class SlurmSite:
     folder: str = "jobs"
     """The folder of logs, below the working directory."""
 
-    def check(self) -> Iterator[Problem]:
-        """Find options that would break the lines of the script."""
+    def check(self, memory: str | None = None) -> Iterator[Problem]:
+        """Find options that would break the lines of the script. `memory`: that of a node."""
+        if memory is not None and not _MEMORY.fullmatch(memory):
+            yield Problem("J021", f"--memory must be a size such as 200G, got {memory[:80]!r}", "--memory 200G")
+        if self.at_once is not None and self.at_once < 1:
+            yield Problem("J001", f"--at-once must be at least 1, got {self.at_once}", "--at-once 1, or leave it out")
         for flag in ("partition", "account", "qos", "folder"):
             value = getattr(self, flag)
             if value is not None and not _WORD.fullmatch(value):
@@ -58,6 +64,9 @@ class SlurmSite:
             if not option.startswith("--") or not option.isprintable():
                 what = f"--sbatch must be an option of sbatch, got {option[:80]!r}"
                 yield Problem("J002", what, "--sbatch=--constraint=h100")
+            elif _ARRAY.search(option):
+                what = f"--sbatch must not make an array, whose jobs would all write to one run, got {option[:80]!r}"
+                yield Problem("J002", what, "--array optim.lr=1e-4,3e-4")
 
 
 def render(spec: JobSpec, site: SlurmSite, *, directory: str, command: str, mark: str) -> str:
@@ -72,6 +81,13 @@ def mark_of(spec: JobSpec, site: SlurmSite, *, directory: str, recipe: str) -> s
     """What identifies a job in the queue: its script, and the content of its recipe."""
     lines = [*_directives(spec, site, directory), *_body(spec, site), recipe]
     return MARK + fingerprint("\n".join(lines))
+
+
+def check_directory(directory: str) -> Iterator[Problem]:
+    """Find a directory that sbatch would read as another one: it drops backslashes, and replaces %j and the like."""
+    if "\\" in directory or "%" in directory or not directory.isprintable():
+        what = f"the working directory must have no backslash, percent sign or line break, got {directory[-80:]!r}"
+        yield Problem("J033", what, "cd to a directory with another name; then the same command")
 
 
 def runtime_of(spec: JobSpec, site: SlurmSite) -> str | None:
@@ -150,10 +166,16 @@ def _body(spec: JobSpec, site: SlurmSite) -> Iterator[str]:
         f'        (( again = $(wc -l < "$failures") <= {spec.max_failures} )) || true ;;\n'
         "esac\n"
         f"if (( again && restarts < {spec.max_requeues} )); then\n"
-        '    scontrol requeue "$SLURM_JOB_ID"\n'
+        f"    scontrol requeue {_number(spec)}\n"
         "fi\n"
         'exit "$code"'
     )
+
+
+def _number(spec: JobSpec) -> str:
+    """The number of this job, for scontrol. One job of an array has the number of the whole array, too, and by that
+    number Slurm would requeue all of them."""
+    return '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if spec.variants else '"$SLURM_JOB_ID"'
 
 
 def _file(site: SlurmSite, ending: str) -> str:
