@@ -11,6 +11,7 @@ import pytest
 
 from tests.cli.host import Host
 from tests.cli.test_train import MADE_UP, SMALL, Command, Ended, forked, losses
+from tests.unit.test_slurm_jobs import GPUS, RECIPE, codes, program
 from tests.warm import warm_python
 
 TORCHRUN = [warm_python(), "-m", "torch.distributed.run"]
@@ -55,6 +56,18 @@ def test_slurm(host: Host, reference: list[float], tmp_path: Path) -> None:
     job |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
     places = [{**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
     assert_same(together(host, places, tmp_path), tmp_path, reference)
+
+
+def test_model_and_data_are_checked_before_a_job_is_submitted(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(RECIPE)
+    program(tmp_path, "squeue", "")
+    program(tmp_path, "sbatch", f"echo x > {tmp_path}/submitted")
+    words = ["small.yaml", *GPUS, "--submit", "--plan", "tp=32", "--data.source", "no-such.txt", "--json"]
+    ended = host.run("launch", "slurm", *words, cwd=tmp_path, env={"PATH": f"{tmp_path}/bin"})
+    assert ended.code == 2
+    assert {code[0] for code in codes(ended.json)} == {"P", "D"}, ended.told
+    assert "--unchecked" in ended.json["error"]["title"]
+    assert not (tmp_path / "submitted").exists()
 
 
 def test_open_mpi(host: Host, reference: list[float], tmp_path: Path) -> None:

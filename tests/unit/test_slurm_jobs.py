@@ -288,16 +288,6 @@ def test_a_job_is_submitted_once(folder: Path, capsys: pytest.CaptureFixture[str
     assert count.read_text().count("x") == 3
 
 
-def test_model_and_data_are_checked_before_a_job_is_submitted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program(folder, "squeue", "")
-    program(folder, "sbatch", f"echo x > {folder}/submitted")
-    words = [*GPUS, "--submit", "--plan", "tp=32", "--data.source", "no-such.txt"]
-    found = launch("slurm", "small.yaml", *words, capsys=capsys, code=2)
-    assert {code[0] for code in codes(found)} == {"P", "D"}, found
-    assert "--unchecked" in found["error"]["title"]
-    assert not (folder / "submitted").exists()
-
-
 @pytest.mark.parametrize(
     ("answer", "code", "fix"),
     [
