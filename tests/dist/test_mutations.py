@@ -83,13 +83,13 @@ def replicas_do_not_talk() -> Any:
 def averages_summed() -> Any:
     """dp: the loss is scaled for an average, but the gradients were summed already."""
     original = GlobalLoss.total_weight
-    return patch.object(GlobalLoss, "total_weight", lambda self, step: original(self, step) / self.state.degree)
+    return patch.object(GlobalLoss, "total_weight", lambda self, *step: original(self, *step) / self.state.degree)
 
 
 def microbatches_averaged() -> Any:
     """Each microbatch's gradient is divided by the number of microbatches."""
     original = GlobalLoss.total_weight
-    return patch.object(GlobalLoss, "total_weight", lambda self, step: original(self, step) * len(step.microbatches))
+    return patch.object(GlobalLoss, "total_weight", lambda self, step, *n: original(self, step, *n) * len(step.microbatches))
 
 
 def wrong_microbatch() -> Any:

@@ -30,7 +30,7 @@ def install() -> None:
     """
     if getattr(sys.modules.get("horovod"), "__shoal__", False):
         return
-    if "horovod" in sys.modules or importlib.util.find_spec("horovod") is not None:
+    if "horovod" in sys.modules or _is_installed():
         what = "install() would hide the package horovod, which is installed"
         raise ShoalError(what, fix="pip uninstall horovod, or import shoal.horovod as hvd", code="H015")
     api = importlib.import_module("shoal.horovod")
@@ -47,6 +47,12 @@ def install() -> None:
         parent, _, child = name.rpartition(".")
         if parent in ("horovod.torch", "horovod.common"):
             setattr(sys.modules[parent], child, part)
+
+
+def _is_installed() -> bool:
+    """Whether there is a package horovod. A folder of that name without an `__init__.py` is none."""
+    spec = importlib.util.find_spec("horovod")
+    return spec is not None and spec.origin is not None
 
 
 def _module(name: str, **content: Any) -> ModuleType:

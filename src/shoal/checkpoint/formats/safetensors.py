@@ -79,7 +79,7 @@ def places(path: Path) -> Places:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MOST_HEADER, size - 8):
-                raise _wrong(path, f"has a header of {length:,} bytes, and the file has {size:,}")
+                raise _wrong(path, f"has a header of {length:,} bytes, and the file has {size:,} bytes")
             header = json.loads(file.read(length))
     except OSError as error:
         raise ShoalError(f"{path} cannot be read: {error.strerror}", fix=f"chmod u+r {path}", code="C034") from error
@@ -111,7 +111,7 @@ def _place(path: Path, key: str, entry: Any, start: int, size: int) -> tuple[str
         raise _wrong(path, f"gives {key[:200]!r} the shape {str(shape)[:80]}")
     wanted = prod(shape) * SIZES[dtype]
     if _numbers(offsets) and len(offsets) == 2 and offsets[1] - offsets[0] == wanted and offsets[1] > size - start:
-        raise _wrong(path, f"is cut off: {key[:200]!r} ends at byte {start + offsets[1]:,}, and the file has {size:,}")
+        raise _wrong(path, f"is cut off: {key[:200]!r} ends at byte {start + offsets[1]:,}, and the file has {size:,} bytes")
     if not _numbers(offsets) or len(offsets) != 2 or offsets[1] > size - start or offsets[1] - offsets[0] != wanted:
         raise _wrong(path, f"puts the {wanted:,} bytes of {key[:200]!r} at {str(offsets)[:80]} of {size - start:,}")
     return dtype, tuple(shape), start + offsets[0], start + offsets[1]
