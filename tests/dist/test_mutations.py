@@ -89,7 +89,9 @@ def averages_summed() -> Any:
 def microbatches_averaged() -> Any:
     """Each microbatch's gradient is divided by the number of microbatches."""
     original = GlobalLoss.total_weight
-    return patch.object(GlobalLoss, "total_weight", lambda self, step, *n: original(self, step, *n) * len(step.microbatches))
+    return patch.object(
+        GlobalLoss, "total_weight", lambda self, step, *n: original(self, step, *n) * len(step.microbatches)
+    )
 
 
 def wrong_microbatch() -> Any:

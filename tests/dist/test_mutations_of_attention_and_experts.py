@@ -159,7 +159,9 @@ def norm_of_own_shard() -> Any:
 
 def mean_of_means() -> Any:
     """Every rank divides by the number of its own tokens that count."""
-    return patch.object(GlobalLoss, "total_weight", lambda self, step, *_: sum(step.weights) * self.state.gradient_degree)
+    return patch.object(
+        GlobalLoss, "total_weight", lambda self, step, *_: sum(step.weights) * self.state.gradient_degree
+    )
 
 
 def sum_over_ranks_for_the_mean() -> Any:

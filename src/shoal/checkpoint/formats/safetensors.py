@@ -111,7 +111,9 @@ def _place(path: Path, key: str, entry: Any, start: int, size: int) -> tuple[str
         raise _wrong(path, f"gives {key[:200]!r} the shape {str(shape)[:80]}")
     wanted = prod(shape) * SIZES[dtype]
     if _numbers(offsets) and len(offsets) == 2 and offsets[1] - offsets[0] == wanted and offsets[1] > size - start:
-        raise _wrong(path, f"is cut off: {key[:200]!r} ends at byte {start + offsets[1]:,}, and the file has {size:,} bytes")
+        raise _wrong(
+            path, f"is cut off: {key[:200]!r} ends at byte {start + offsets[1]:,}, and the file has {size:,} bytes"
+        )
     if not _numbers(offsets) or len(offsets) != 2 or offsets[1] > size - start or offsets[1] - offsets[0] != wanted:
         raise _wrong(path, f"puts the {wanted:,} bytes of {key[:200]!r} at {str(offsets)[:80]} of {size - start:,}")
     return dtype, tuple(shape), start + offsets[0], start + offsets[1]

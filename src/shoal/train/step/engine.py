@@ -142,6 +142,7 @@ class StepEngine:
         """All microbatches through the stages of this rank. Only the last stage sees a loss."""
         state = self.state
         assert state.composed.pipeline is not None
+        self.loss.total_weight(step, 0)  # stages without a loss have to know what all ranks agreed on, too
 
         def loss(output: Any, number: int) -> Tensor:
             weight, total = step.weights[number], self.loss.total_weight(step, number)
