@@ -42,11 +42,15 @@ harness = load_hosts()
 @pytest.fixture(scope="module")
 def found(host: Host, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """A run, and the folder with its files."""
-    folder = tmp_path_factory.mktemp("bench")
-    words = ["--nproc", "2", "--node", "1", "--seconds", "6", "--cluster", "cpu:2", "--sizes", *SIZES]
-    words += ["--out", "c.yaml", "--plot", "p.svg", "--html", "p.html", "--draw", "--json"]
-    ended = host.run("bench", "comm", *words, cwd=folder)
-    assert ended.code == 0, ended.said
+    for seconds in ("6", "40"):  # a starved machine has time for few cells only
+        folder = tmp_path_factory.mktemp("bench")
+        words = ["--nproc", "2", "--node", "1", "--seconds", seconds, "--cluster", "cpu:2", "--sizes", *SIZES]
+        words += ["--out", "c.yaml", "--plot", "p.svg", "--html", "p.html", "--draw", "--json"]
+        ended = host.run("bench", "comm", *words, cwd=folder)
+        assert ended.code == 0, ended.said
+        assert ended.json["seconds"] < float(seconds) + 10
+        if len(ended.json["skipped"]) < len(ended.json["timings"]):
+            break
     return ended.json, folder
 
 
@@ -59,9 +63,8 @@ def test_every_collective_by_every_algorithm_at_every_size(found: tuple[dict[str
     missing = {(each["kind"], each["algorithm"], each["size"]) for each in said["skipped"]}
     wanted = {(kind, algorithm, size) for kind in kinds for algorithm in algorithms for size in sizes}
     assert cells | missing >= wanted
-    assert cells & wanted, "a slow machine leaves out most"
+    assert len(missing) < len(wanted) / 2
     assert {each["tier"] for each in said["timings"]} == {"within"}
-    assert said["seconds"] < 6 + 10
 
 
 def test_what_was_sent_is_what_the_list_says(found: tuple[dict[str, Any], Path]) -> None:

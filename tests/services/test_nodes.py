@@ -150,24 +150,14 @@ def test_a_pod_is_evicted_and_all_pods_start_again(pods: Pods, undisturbed: dict
     assert losses(pods.folder / "runs" / "small") == undisturbed
 
 
-def test_a_lost_pod_is_replaced_while_the_other_one_waits(pods: Pods, undisturbed: dict[int, float]) -> None:
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_lost_pod_is_replaced_while_the_other_one_waits(pods: Pods, undisturbed: dict[int, float], lost: int) -> None:
+    """The first pod has the coordinator. Without it, the agent of the other one waits for the next coordinator."""
     for index in (0, 1):
         pods.start(index)
     until_step(7, pods)
-    pods.kill(1)
-    pods.start(1)
-    (pods.folder / "fast").touch()
-    assert pods.codes() == [0, 0], pods.logs()
-    assert losses(pods.folder / "runs" / "small") == pytest.approx(undisturbed, rel=1e-12)
-
-
-def test_a_lost_first_pod_is_replaced(pods: Pods, undisturbed: dict[int, float]) -> None:
-    """It is the one with the coordinator: the agent of the other one waits for the next coordinator."""
-    for index in (0, 1):
-        pods.start(index)
-    until_step(7, pods)
-    pods.kill(0)
-    pods.start(0)
+    pods.kill(lost)
+    pods.start(lost)
     (pods.folder / "fast").touch()
     assert pods.codes() == [0, 0], pods.logs()
     assert losses(pods.folder / "runs" / "small") == pytest.approx(undisturbed, rel=1e-12)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.cli.generate import _show
+from shoal.cli.runs.generate import _show
 from shoal.config.recipe import DataSection, ModelSection
 from shoal.data.sources.chat.open import open_chat_tokenizer
 from shoal.train.inference.end_tokens import end_tokens

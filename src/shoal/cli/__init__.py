@@ -41,6 +41,7 @@ MODULES = {
     "report": "runs.report",
     "watch": "runs.watch",
     "ls": "runs.ls",
+    "generate": "runs.generate",
     "explain": "lookup.explain",
     "schema": "lookup.schema",
     "presets": "lookup.presets",

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from shoal.checkpoint.storage.locate import SavedStep, find, folder_of, folders_of, listing, read_manifest
+from shoal.cli.actions import pick
 from shoal.cli.options import parse_options
 from shoal.cli.reports import checkpoint as report
 from shoal.cli.reports.console import WIDTH, show
 from shoal.config.parse_units import size_in_bytes
-from shoal.errors import Problem, ShoalError, nearest, raise_if
+from shoal.errors import Problem, ShoalError, raise_if
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -192,17 +193,9 @@ class Merge:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one action; returns the exit code."""
-    action = arguments[0] if arguments else "--help"
-    if action in ("-h", "--help"):
-        print(_help(), end="")
+    action = pick("checkpoint", arguments, ABOUT)
+    if action is None:
         return 0
-    if action not in ACTIONS:
-        near = nearest(action, ACTIONS)
-        raise ShoalError(
-            f"unknown action {action!r}",
-            fix=f"shoal checkpoint {near}" if near else f"shoal checkpoint {' | '.join(ACTIONS)}",
-            code="R001",
-        )
     kind, act = ACTIONS[action]
     prog = f"shoal checkpoint {action}"
     options = parse_options(kind, arguments[1:], prog=prog)
@@ -212,13 +205,6 @@ def main(arguments: Sequence[str]) -> int:
         if "://" in word
     )
     return act(options)
-
-
-def _help() -> str:
-    lines = [f"  {name:<6}  {about}" for name, about in ABOUT.items()]
-    usage = "usage: shoal checkpoint ACTION [options]"
-    end = "`shoal checkpoint ACTION --help` lists the options of an action; all take --json."
-    return "\n".join([usage, "", *lines, "", end, ""])
 
 
 def _ls(options: Ls) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 
-from shoal.errors import ShoalError, nearest
+from shoal.cli.actions import pick
 
 ABOUT = {
     "scale": "strong and weak scaling of a recipe over the ranks of this machine, for several plans",
@@ -18,18 +18,8 @@ ABOUT = {
 
 def main(arguments: Sequence[str]) -> int:
     """Run one benchmark; returns the exit code."""
-    action = arguments[0] if arguments else "--help"
-    if action in ("-h", "--help"):
-        print(_help(), end="")
+    action = pick("bench", arguments, ABOUT, kind="benchmark")
+    if action is None:
         return 0
-    if action not in ABOUT:
-        near = nearest(action, ABOUT)
-        raise ShoalError(f"unknown benchmark {action!r}", fix=f"shoal bench {near or ' | '.join(ABOUT)}", code="R001")
     code: int = import_module(f"shoal.cli.bench.{action}").main(arguments[1:])
     return code
-
-
-def _help() -> str:
-    lines = [f"  {name:<8}  {about}" for name, about in ABOUT.items()]
-    usage = "usage: shoal bench BENCHMARK [options]"
-    return "\n".join([usage, "", *lines, "", "`shoal bench BENCHMARK --help` lists the options; all take --json.", ""])

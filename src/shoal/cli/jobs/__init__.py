@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 
-from shoal.errors import ShoalError, nearest
+from shoal.cli.actions import pick
 
 ABOUT = {
     "slurm": "an sbatch script that saves, requeues and resumes; --submit submits it",
@@ -23,19 +23,9 @@ FILES = {"skypilot": "clouds", "dstack": "clouds", "status": "follow", "logs": "
 
 def main(arguments: Sequence[str]) -> int:
     """Run one action; returns the exit code."""
-    action = arguments[0] if arguments else "--help"
-    if action in ("-h", "--help"):
-        print(_help(), end="")
+    action = pick("launch", arguments, ABOUT)
+    if action is None:
         return 0
-    if action not in ABOUT:
-        near = nearest(action, ABOUT)
-        raise ShoalError(f"unknown action {action!r}", fix=f"shoal launch {near or ' | '.join(ABOUT)}", code="R001")
     file = import_module(f"shoal.cli.jobs.{FILES.get(action, action)}")
     code: int = getattr(file, f"main_{action}" if action in FILES else "main")(arguments[1:])
     return code
-
-
-def _help() -> str:
-    lines = [f"  {name:<9}  {about}" for name, about in ABOUT.items()]
-    usage = "usage: shoal launch ACTION [options]"
-    return "\n".join([usage, "", *lines, "", "`shoal launch ACTION --help` lists the options; all take --json.", ""])
