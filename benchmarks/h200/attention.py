@@ -2,8 +2,8 @@
 
 python benchmarks/h200/attention.py [--floor 785]
 
-All kernels are called by `scaled_dot_product_attention`; FlashAttention 4 is there after `pip install flash-attn-4`.
-The kernels take turns, so that a change of the clock meets all of them.
+All kernels are called as `run.attention` does. FlashAttention 4 needs the extra `fa4`. The kernels take turns, so that
+a change of the clock affects all of them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import (
-    SDPBackend,
-    activate_flash_attention_impl,
-    restore_flash_attention_impl,
-    sdpa_kernel,
-)
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
+
+from shoal.errors import ShoalError
+from shoal.parallel.context.attention import Backend, attended
 
 PROTOCOL = (
     "Causal attention in bfloat16 with shared keys, as the compiled model calls it (heads beside each other in memory)."
@@ -62,11 +60,7 @@ SHAPES = [
     Shape(1, 32768, 32, 8, 64),
     Shape(1, 32768, 32, 8, 128),
 ]
-KERNELS: dict[str, SDPBackend] = {
-    "cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "FlashAttention 2": SDPBackend.FLASH_ATTENTION,
-    "FlashAttention 4": SDPBackend.FLASH_ATTENTION,
-}
+KERNELS: dict[str, Backend] = {"cuDNN": "cudnn", "FlashAttention 2": "flash", "FlashAttention 4": "fa4"}
 
 
 def inputs(shape: Shape) -> list[Tensor]:
@@ -80,15 +74,7 @@ def inputs(shape: Shape) -> list[Tensor]:
 
 
 def called(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel([KERNELS[kernel]]):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def prepare(kernel: str) -> None:
-    """Put the kernel behind torch's flash attention."""
-    restore_flash_attention_impl(_raise_warn=False)
-    if kernel == "FlashAttention 4":
-        activate_flash_attention_impl("FA4")
+    return attended(q, k, v, causal=True, backend=KERNELS[kernel])
 
 
 def seconds_of(function: Callable[[], object], calls: int) -> float:
@@ -111,9 +97,7 @@ def error_of(kernel: str, shape: Shape) -> float:
     with sdpa_kernel([SDPBackend.MATH]):
         out = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
     wanted = torch.autograd.grad(out, exact, gradient.double())
-    return max(
-        ((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True)
-    )
+    return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True))
 
 
 def measure(shape: Shape, kernels: list[str], turns: int, calls: int) -> dict[str, tuple[float, float]]:
@@ -123,13 +107,10 @@ def measure(shape: Shape, kernels: list[str], turns: int, calls: int) -> dict[st
     found: dict[str, list[tuple[float, float]]] = {kernel: [] for kernel in kernels}
     for turn in range(turns + 1):
         for kernel in kernels:
-            prepare(kernel)
             with torch.no_grad():
                 forward = seconds_of(lambda kernel=kernel: called(kernel, *leaves), calls)
             out = called(kernel, *leaves)
-            backward = seconds_of(
-                lambda out=out: torch.autograd.grad(out, leaves, gradient, retain_graph=True), calls
-            )
+            backward = seconds_of(lambda out=out: torch.autograd.grad(out, leaves, gradient, retain_graph=True), calls)
             if turn:
                 found[kernel].append((forward, backward))
     return {name: tuple(statistics.median(x) for x in zip(*each, strict=True)) for name, each in found.items()}  # type: ignore[misc]
@@ -147,10 +128,9 @@ def main() -> None:
         errors = {}
         for kernel in KERNELS:
             try:
-                prepare(kernel)
                 errors[kernel] = error_of(kernel, shape)
                 kernels.append(kernel)
-            except (RuntimeError, ImportError) as problem:
+            except (RuntimeError, ShoalError) as problem:
                 print(f"{kernel}: {problem!r}"[:1500], flush=True)
         for kernel, (forward, backward) in measure(shape, kernels, asked.turns, asked.calls).items():
             rate = 3.5 * shape.forward_flops / (forward + backward) / 1e12

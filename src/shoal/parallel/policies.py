@@ -81,7 +81,7 @@ class ComputePolicy:
     param_dtype       the dtype of parameters and gradients: fp32; or bf16, under the precisions bf16 and fp8, with an
                       optimizer that rounds stochastically, such as shoal.AdamW
     compile           run each block of the model under torch.compile; a string is the backend to use
-    attention         the kernel of attention on a GPU: auto (the fastest), cudnn, flash, efficient or math
+    attention         the kernel of attention on a GPU: auto (the fastest), fa4, cudnn, flash, efficient, math
     fused_loss        compute the loss inside the model's last layer, without holding all logits; None: where it can
     fused_layers      swap layers of transformers for those that save less and are faster; None: on a GPU
     fp8               under the precision fp8, the part of a tensor that shares one scale: tensorwise or rowwise
