@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
 from shoal.errors import ShoalError
-from shoal.parallel.context.attention import Backend, attended
+from shoal.numerics.ops.attention_kernels import Backend, attended
 
 PROTOCOL = (
     "Causal attention in bfloat16 with shared keys, as the compiled model calls it (heads beside each other in memory)."
     " FLOPs count half of all pairs, forward 4 and backward 10 per feature. The share is of the rate of a large"
-    " product, which is the floor of the roofline table. The error is that of the worst gradient against float32, over"
+    " product, which is the floor of the roofline table. The error is that of the worst gradient against float64, over"
     " its largest value. *Measured*, medians of turns."
 )
 
@@ -60,15 +61,18 @@ SHAPES = [
     Shape(1, 32768, 32, 8, 64),
     Shape(1, 32768, 32, 8, 128),
 ]
+SMOKE = [Shape(1, 64, 4, 2, 16)]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""The CPU is for --smoke."""
 KERNELS: dict[str, Backend] = {"cuDNN": "cudnn", "FlashAttention 2": "flash", "FlashAttention 4": "fa4"}
 
 
 def inputs(shape: Shape) -> list[Tensor]:
     """Queries, keys, values and a gradient: (B, T, N, H) in memory, seen as (B, N, T, H)."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     drawn = (
-        torch.randn(shape.batch, shape.tokens, n, shape.features, device="cuda", generator=generator) for n in heads
+        torch.randn(shape.batch, shape.tokens, n, shape.features, device=DEVICE, generator=generator) for n in heads
     )
     return [x.to(torch.bfloat16).transpose(1, 2) for x in drawn]
 
@@ -78,6 +82,11 @@ def called(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def seconds_of(function: Callable[[], object], calls: int) -> float:
+    if DEVICE == "cpu":
+        began = time.perf_counter()
+        for _ in range(calls):
+            function()
+        return (time.perf_counter() - began) / calls
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(calls):
@@ -123,7 +132,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10)
     asked = arguments(parser, turns=1, calls=1)
     rows = []
-    for shape in SHAPES:
+    for shape in SMOKE if asked.smoke else SHAPES:
         kernels = []
         errors = {}
         for kernel in KERNELS:
@@ -147,7 +156,11 @@ def main() -> None:
             )
             print(rows[-1], flush=True)
     packages = ("flash-attn-4", "nvidia-cudnn-cu13")
-    print(write("h200-attention", heading("One GPU: kernels of attention", PROTOCOL, packages=packages) + table(rows)))
+    print(
+        write(
+            "h200-attention", heading("One GPU: kernels of attention", PROTOCOL, packages=packages) + "\n" + table(rows)
+        )
+    )
 
 
 if __name__ == "__main__":

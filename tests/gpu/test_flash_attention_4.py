@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,10 +11,15 @@ from torch import Tensor, nn
 
 from shoal.numerics.kernels.flash_attention_4 import is_available
 from shoal.numerics.ops.attention import PLAIN, AttentionRule
+from shoal.numerics.ops.attention_kernels import attended
 from shoal.parallel.activation_checkpoint import recompute
-from shoal.parallel.context.attention import Attention, attended
+from shoal.parallel.context.attention import Attention
 
-pytestmark = pytest.mark.skipif(not is_available(), reason="needs flash-attn-4 and a Hopper GPU")
+with warnings.catch_warnings(action="ignore"):  # of the packages under it
+    pytestmark = [
+        pytest.mark.skipif(not is_available(), reason="needs flash-attn-4 and a Hopper GPU"),
+        pytest.mark.filterwarnings("ignore"),
+    ]
 
 TOLERANCE = 1.5e-2
 """Of bfloat16, over the largest value."""

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.numerics.kernels.flash_attention_4 import forward, rule_of
-from shoal.parallel.context.attention import attended
+from shoal.numerics.ops.attention_kernels import attended
 from tests.rejects import rejects
 
 

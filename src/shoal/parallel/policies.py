@@ -21,8 +21,8 @@ from shoal.comm.replicas.transport import Chosen
 from shoal.config.checks.arguments import BOTH, check_choice, check_number, check_whole
 from shoal.errors import Problem, listed, raise_if
 from shoal.numerics.fp8.convert import FromHead, Scaling
+from shoal.numerics.ops.attention_kernels import Backend
 from shoal.numerics.precision import Weights
-from shoal.parallel.context.attention import Backend
 from shoal.parallel.data.local_sgd import DEFAULT_OUTER, OuterOptimizer
 from shoal.safe_parsing import short
 

@@ -8,9 +8,12 @@ Only this file uses them, and a test on a GPU compares them with attention in fl
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +41,20 @@ def _is_available() -> bool:
     return hasattr(package, "_flash_attn_fwd") and hasattr(package, "_flash_attn_bwd")
 
 
+@cache
 def _package() -> Any:
+    """Import the package with a cache of compiled kernels on disk, without which each process compiles them again."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(_cache_folder()))
+    warnings.filterwarnings("ignore", module="cutlass|flash_attn|quack")  # they deprecate each other's names
     return import_module(PACKAGE)
+
+
+def _cache_folder() -> Path:
+    """A folder of this user alone: the package loads what is in it, and its own default is below /tmp."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal" / "flash_attention_4"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
 
 
 def rule_of(*, scale: float, softcap: float | None, window: int | None, causal: bool) -> list[float]:

@@ -28,4 +28,5 @@ def attended_by_flash_attention_4(
     own = None if sinks is None else sinks.float()
     numbers = kernel.rule_of(scale=rule.scale_for(q_BNTH), softcap=rule.softcap, window=rule.window, causal=causal)
     out_BTNH, _ = kernel.forward(*(x.transpose(1, 2) for x in (q_BNTH, k_BKTH, v_BKTH)), own, numbers)
-    return out_BTNH.transpose(1, 2)
+    out_BNTH: Tensor = out_BTNH.transpose(1, 2)
+    return out_BNTH
