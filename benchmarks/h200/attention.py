@@ -111,9 +111,7 @@ def error_of(kernel: str, shape: Shape) -> float:
     with sdpa_kernel([SDPBackend.MATH]):
         out = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
     wanted = torch.autograd.grad(out, exact, gradient.double())
-    return max(
-        ((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True)
-    )
+    return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True))
 
 
 def measure(shape: Shape, kernels: list[str], turns: int, calls: int) -> dict[str, tuple[float, float]]:
@@ -127,9 +125,7 @@ def measure(shape: Shape, kernels: list[str], turns: int, calls: int) -> dict[st
             with torch.no_grad():
                 forward = seconds_of(lambda kernel=kernel: called(kernel, *leaves), calls)
             out = called(kernel, *leaves)
-            backward = seconds_of(
-                lambda out=out: torch.autograd.grad(out, leaves, gradient, retain_graph=True), calls
-            )
+            backward = seconds_of(lambda out=out: torch.autograd.grad(out, leaves, gradient, retain_graph=True), calls)
             if turn:
                 found[kernel].append((forward, backward))
     return {name: tuple(statistics.median(x) for x in zip(*each, strict=True)) for name, each in found.items()}  # type: ignore[misc]
