@@ -52,10 +52,13 @@ run: {name: small, duration: 24step}
 
 def environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT / "src"), SITE])
-    # Ray gives up when its processes start slowly, which they do on a busy machine.
-    slow = {"RAY_raylet_start_wait_time_s": "300", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600"}
-    quick = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5", "RAY_USAGE_STATS_ENABLED": "0"}
-    return {**os.environ, **slow, **quick, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": ""}
+    more = {
+        "RAY_raylet_start_wait_time_s": "300",  # processes start slowly on a busy machine
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",  # of waiting for a node that was just lost
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    return {**os.environ, **more, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def python(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -94,3 +97,24 @@ def test_a_lost_worker_and_other_sizes_change_no_loss(tmp_path: Path) -> None:
     reported = losses(tmp_path / "reported.jsonl")
     assert {step: expected[step] for step in reported} == pytest.approx(reported, rel=1e-12)
     assert reported.keys() >= set(range(found["starts"][3] + 1, 25))
+
+
+START = """
+import ray
+
+ray.init(num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False)
+"""
+
+
+def test_the_scripts_of_the_page_run(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "ray.md").read_text()
+    recipe, before, after = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    short = '{"plan": "auto", "data.seq_len": 16, "run.duration": "2step", "data.validation": 0.00001}'
+    recipe = recipe.replace('{"plan": "auto"}', short).replace("recipes/", f"{ROOT}/recipes/")
+    script = START + "".join(part.replace("/tmp/ray-storage", str(tmp_path)) for part in (before, after))
+    (tmp_path / "script.py").write_text(script + recipe.replace("/shared/ray", str(tmp_path)))
+    printed = python("script.py", cwd=tmp_path).stdout
+    theirs, ours = [json.loads(text) for text in re.findall(r"^loss (.*)$", printed, re.MULTILINE)]
+    assert ours == pytest.approx(theirs, rel=1e-6)
+    assert find(tmp_path / "after" / "shoal").manifest.step == 12
+    assert find(tmp_path / "tiny" / "shoal").manifest.step == 2

@@ -107,6 +107,7 @@ def other(**sections: dict[str, Any]) -> dict[str, Any]:
     [
         ("Y002", 3, {}),
         ("Y003", print, {"settings": {"optim.lr": 1}}),
+        ("Y003", SMALL, {"settings": {"optim.lr": 1}}),
         ("Y003", SMALL, {"config": {}}),
         ("Y004", {**SMALL, "plan": "tp=2"}, {"scaling_config": (1, 4)}),
         ("Y005", SMALL, {"run_config": RunConfig(storage_filesystem=object())}),
@@ -115,6 +116,8 @@ def other(**sections: dict[str, Any]) -> dict[str, Any]:
         ("Y008", other(run={"dir": "runs/a"}), {}),
         ("Y008", other(checkpoint={"dir": "s3://a/b"}), {}),
         ("Y009", other(run={"overwrite": True}), {}),
+        ("Y011", SMALL, {"scaling_config": [1, 2]}),
+        ("Y011", SMALL, {"run_config": {"name": "a"}}),
         ("Y010", other(launch={"device": "cuda"}), {}),
     ],
 )

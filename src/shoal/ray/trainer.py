@@ -22,8 +22,8 @@ class Trainer:
     work            a recipe (a path, a mapping or a `Recipe`), or a function that each worker calls
     scaling_config  Ray's; or a number of workers; or (min, max)
     run_config      Ray's: the name of the run, its storage path, the number of failures
-    settings        of a recipe: settings that replace its own, such as {"optim.lr": 1e-3}
-    config          of a function: its argument; None: it takes none
+    settings        of a recipe's file: settings that replace its own, such as {"optim.lr": 1e-3}
+    config          of a function: its argument, if it takes one
     resume          of a recipe: auto resumes an unfinished run of this name; latest also a finished one
     quiet           of a recipe: print no progress
 
@@ -46,13 +46,14 @@ class Trainer:
         self.scaling_config = _scaling(train, scaling_config)
         self.recipe: Recipe | None = None
         self.function: Callable[..., Any] | None = None
+        self.config, self.resume, self.quiet = config, resume, quiet
+        _check_arguments(work, settings, config)
         if callable(work):
             self.function = work
         else:
             self.recipe = _recipe(work, settings or {})
         self.run_config = _run_config(train, run_config, self.recipe)
-        self.config, self.resume, self.quiet = config, resume, quiet
-        self._check(settings)
+        self._check()
 
     def fit(self) -> Any:
         """Train to the end. Returns a `ray.train.Result`; its `return_value` is the summary of the run."""
@@ -111,20 +112,13 @@ class Trainer:
         both = bool(self.scaling_config.use_gpu) and self.recipe.launch.device != "cpu"
         return {"backend": "cpu:gloo,cuda:nccl" if both else "gloo", "timeout_s": int(self.recipe.launch.timeout)}
 
-    def _check(self, settings: Mapping[str, Any] | None) -> None:
+    def _check(self) -> None:
         found = Findings()
         found += self._check_resume()
         if self.run_config.storage_filesystem is not None:
             what = "RunConfig(storage_filesystem=...) is an object of pyarrow, which shoal does not save to"
             found += [Problem("Y005", what, "RunConfig(storage_path='s3://bucket/folder')")]
-        if self.recipe is None:
-            if settings:
-                fix = "config={...}, or a recipe in place of the function"
-                found += [Problem("Y003", "settings belong to a recipe, and a function was given", fix)]
-        else:
-            if self.config is not None:
-                fix = "settings={...}, or a function in place of the recipe"
-                found += [Problem("Y003", "config is the argument of a function, and a recipe was given", fix)]
+        if self.recipe is not None:
             found += _check_recipe(self.recipe, self.scaling_config)
         found.raise_all("shoal.ray.Trainer")
 
@@ -138,21 +132,33 @@ def _ray_train() -> Any:
     return needs("ray.train", what="shoal.ray", extra="ray", package="ray[train]")
 
 
+def _check_arguments(work: Any, settings: Any, config: Any) -> None:
+    """Reject arguments that would have no effect."""
+    if not isinstance(work, str | Path | Recipe | Mapping) and not callable(work):
+        what = f"Trainer takes a recipe or a function, got {type(work).__name__}"
+        raise ShoalError(what, fix="Trainer('recipe.yaml', ScalingConfig(num_workers=2))", code="Y002")
+    if settings and not isinstance(work, str | Path):
+        what = f"settings replace those of a recipe's file, got a {type(work).__name__} in place of a path"
+        raise ShoalError(what, fix="set them there; a function takes config={...}", code="Y003")
+    if config is not None and not callable(work):
+        what = "config is the argument of a function, and a recipe was given"
+        raise ShoalError(what, fix="settings={...}, or a function in place of the recipe", code="Y003")
+
+
 def _recipe(work: Any, settings: Mapping[str, Any]) -> Recipe:
     if isinstance(work, str | Path):
         return load_recipe(Path(work), [(key, str(value)) for key, value in settings.items()])
-    if isinstance(work, Recipe):
-        work = work.model_dump(mode="json")
-    if not isinstance(work, Mapping):
-        what = f"Trainer takes a recipe or a function, got {type(work).__name__}"
-        raise ShoalError(what, fix="Trainer('recipe.yaml', ScalingConfig(num_workers=2))", code="Y002")
-    return build_recipe(dict(work), title="the recipe")
+    tree = work.model_dump(mode="json") if isinstance(work, Recipe) else dict(work)
+    return build_recipe(tree, title="the recipe")
 
 
 def _scaling(train: Any, given: Any) -> Any:
     """Ray's ScalingConfig."""
     config = train.ScalingConfig(num_workers=given) if isinstance(given, int | tuple) else given
     config = config if config is not None else train.ScalingConfig()
+    if not isinstance(config, train.ScalingConfig):
+        what = f"scaling_config must be Ray's ScalingConfig, a number of workers or (min, max), got {given!r:.80}"
+        raise ShoalError(what, fix="ray.train.ScalingConfig(num_workers=2)", code="Y011")
     if config.min_workers < 1:
         what = f"num_workers must be at least 1, got {config.num_workers}"
         raise ShoalError(what, fix="ScalingConfig(num_workers=2)", code="Y007")
@@ -161,6 +167,9 @@ def _scaling(train: Any, given: Any) -> Any:
 
 def _run_config(train: Any, given: Any, recipe: Recipe | None) -> Any:
     """Ray's RunConfig; defaults come from the recipe."""
+    if given is not None and not isinstance(given, train.RunConfig):
+        what = f"run_config must be Ray's RunConfig, got {given!r:.80}"
+        raise ShoalError(what, fix="ray.train.RunConfig(name='mine', storage_path='/shared/ray')", code="Y011")
     if recipe is None:
         return given if given is not None else train.RunConfig()
     config = given if given is not None else train.RunConfig(name=recipe.run.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable
@@ -63,8 +64,9 @@ def call_function(order: dict[str, Any]) -> Any:
     reporter = _reporter()
     begin(Session(reporter, order["directory"]))
     function: Callable[..., Any] = order["function"]
+    given = order["config"] if order["config"] is not None else {}
     try:
-        found = function() if order["config"] is None else function(order["config"])
+        found = function(given) if inspect.signature(function).parameters else function()
     finally:
         end()
     newest = reporter.finish()
