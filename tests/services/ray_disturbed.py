@@ -74,7 +74,10 @@ class Run:
         return [json.loads(line) for line in whole if line.endswith("\n")]
 
 
-def disturb(run: Run, cluster: Cluster, other: Any, hold: Path, plans: list[str]) -> None:
+def disturb(run: Run, cluster: Cluster, other: Any, hold: Path) -> list[str]:
+    """Make all events; the plan of each start."""
+    plans: list[str] = []
+
     def next_start(number: int) -> None:
         until(lambda: len(run.starts()) == number, f"start {number}")
         plans.append(run.plan())
@@ -97,6 +100,7 @@ def disturb(run: Run, cluster: Cluster, other: Any, hold: Path, plans: list[str]
     cluster.add_node(**NODE)
     next_start(4)
     hold.unlink()
+    return plans
 
 
 def workers_of(node: Any) -> list[int]:
@@ -128,11 +132,13 @@ def main(folder: Path) -> None:
         ),
         settings={"model.hold": str(hold), "model.seconds": 0.25},
     )
-    plans: list[str] = []
-    run = Run(Path(trainer.directory))
-    threading.Thread(target=disturb, args=(run, cluster, other, hold, plans), daemon=True).start()
+    run, results = Run(Path(trainer.directory)), []
     start = time.monotonic()
-    result = trainer.fit()
+    training = threading.Thread(target=lambda: results.append(trainer.fit()), daemon=True)
+    training.start()
+    plans = disturb(run, cluster, other, hold)  # here: nodes are started by the main thread alone
+    training.join()
+    [result] = results
     found = {
         "plans": plans,
         "starts": [each["step"] for each in run.starts()],

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -140,6 +141,9 @@ def test_defaults_come_from_the_recipe(reports: list[Any], tmp_path: Path) -> No
     assert trainer.recipe.optim.lr == 0.5
     assert trainer.run_config.name == "mine"
     assert trainer.run_config.failure_config.max_failures == 7
+    given = RunConfig()
+    assert shoal.ray.Trainer(path, run_config=given).run_config.failure_config.max_failures == 7
+    assert given.failure_config.max_failures == 0
     kept = shoal.ray.Trainer(path, run_config=RunConfig(failure_config=FailureConfig(2)))
     assert kept.run_config.failure_config.max_failures == 2
 
@@ -148,6 +152,10 @@ def test_a_run_is_below_the_storage_path(reports: list[Any], tmp_path: Path) -> 
     local = shoal.ray.Trainer(SMALL, run_config=RunConfig(storage_path=str(tmp_path)))
     order = local._order()
     assert order["recipe"]["run"]["dir"] == order["directory"] == f"{tmp_path}/given/shoal"
+    assert (
+        shoal.ray.Trainer(SMALL, run_config=RunConfig(storage_path=f"file://{tmp_path}")).directory
+        == order["directory"]
+    )
     far = shoal.ray.Trainer(SMALL, run_config=RunConfig(storage_path="s3://bucket/all"))
     order = far._order()
     assert order["recipe"]["checkpoint"]["dir"] == "s3://bucket/all/given/shoal/checkpoints"
@@ -200,9 +208,14 @@ def test_every_record_is_sent_once_and_ranks_report_equally_often() -> None:
         return Reporter(send, lambda value: ranks.agree(rank, value))
 
     both = [reporter(0), reporter(1)]
-    for step in range(50):  # rank 1 is ahead at times, and behind at times
-        for one in both if step % 3 else both[::-1]:
-            one.write({"step": step})
+    for step in range(50):
+        both[1].write({"step": step})
+    both[0].write({"step": 0})
+    while not sent[1]:  # rank 0 has one record, and rank 1 reports as many
+        time.sleep(0.001)
+    assert sent[1][0]["records"] == [{"step": 0}]
+    for step in range(1, 50):
+        both[0].write({"step": step})
     both[0].write({"eval_loss": 2.0})
     both[1].write({"eval_loss": 2.0})
     finishing = threading.Thread(target=both[1].finish)

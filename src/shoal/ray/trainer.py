@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -74,7 +76,7 @@ class Trainer:
     @property
     def directory(self) -> str:
         """The folder of the run, or its URL."""
-        path = str(self.run_config.storage_path)
+        path = str(self.run_config.storage_path).removeprefix("file://")
         path = path if "://" in path else os.path.abspath(os.path.expanduser(path))
         return f"{path}/{self.run_config.name}/shoal"
 
@@ -110,7 +112,7 @@ class Trainer:
         if self.recipe is None:
             return {}
         both = bool(self.scaling_config.use_gpu) and self.recipe.launch.device != "cpu"
-        return {"backend": "cpu:gloo,cuda:nccl" if both else "gloo", "timeout_s": int(self.recipe.launch.timeout)}
+        return {"backend": "cpu:gloo,cuda:nccl" if both else "gloo", "timeout_s": math.ceil(self.recipe.launch.timeout)}
 
     def _check(self) -> None:
         found = Findings()
@@ -174,6 +176,7 @@ def _run_config(train: Any, given: Any, recipe: Recipe | None) -> Any:
         return given if given is not None else train.RunConfig()
     config = given if given is not None else train.RunConfig(name=recipe.run.name)
     if config.failure_config == train.FailureConfig():
+        config = copy.copy(config)  # the user's stays as it is
         config.failure_config = train.FailureConfig(max_failures=recipe.launch.max_restarts)
     return config
 
