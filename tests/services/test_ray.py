@@ -104,6 +104,13 @@ import ray
 
 ray.init(num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False)
 """
+REJECTED = """
+try:
+    other = ray.train.RunConfig(name="rejected", storage_path=trainer.run_config.storage_path)
+    shoal.ray.Trainer({"data": {"source": "/nowhere.txt"}}, 1, other).fit()
+except shoal.ShoalError as error:
+    print("rejected", *error.codes)
+"""
 
 
 def test_the_scripts_of_the_page_run(tmp_path: Path) -> None:
@@ -112,8 +119,9 @@ def test_the_scripts_of_the_page_run(tmp_path: Path) -> None:
     short = '{"plan": "auto", "data.seq_len": 16, "run.duration": "2step", "data.validation": 0.00001}'
     recipe = recipe.replace('{"plan": "auto"}', short).replace("recipes/", f"{ROOT}/recipes/")
     script = START + "".join(part.replace("/tmp/ray-storage", str(tmp_path)) for part in (before, after))
-    (tmp_path / "script.py").write_text(script + recipe.replace("/shared/ray", str(tmp_path)))
+    (tmp_path / "script.py").write_text(script + recipe.replace("/shared/ray", str(tmp_path)) + REJECTED)
     printed = python("script.py", cwd=tmp_path).stdout
+    assert re.findall(r"^rejected (.*)$", printed, re.MULTILINE) == ["D001"]  # what a worker found; once
     theirs, ours = [json.loads(text) for text in re.findall(r"^loss (.*)$", printed, re.MULTILINE)]
     assert ours == pytest.approx(theirs, rel=1e-6)
     assert find(tmp_path / "after" / "shoal").manifest.step == 12
