@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 import shoal.ray
+from shoal.comm.rendezvous.environment import Placement
 from shoal.config.load import build_recipe
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
+from shoal.ray import worker
 from shoal.ray.reporting import Reporter
 from shoal.ray.scaling import with_plan_for
 from shoal.ray.worker import call_function, train_recipe
@@ -171,7 +173,7 @@ def test_an_explicit_plan_follows_the_number_of_workers() -> None:
     assert [(layout.tp, layout.dp_shard) for layout in plans.values()] == [(2, 1), (2, 2), (2, 4)]
 
 
-def test_auto_is_planned_anew() -> None:
+def test_auto_is_planned_again() -> None:
     recipe = build_recipe({**SMALL, "plan": "auto fp64"}, title="")
     for size in (1, 2):
         found = with_plan_for(recipe, size, size)
@@ -276,6 +278,27 @@ def test_a_worker_trains_reports_and_resumes(
     wrong = Recipe.model_validate(other(model={"num_layers": 1, "num_heads": 3})).model_dump(mode="json")
     found = in_thread({**longer._order(), "recipe": wrong})
     assert isinstance(found, ShoalError)
+
+
+def test_rank_0_plans_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines may have different numbers of workers, and so each rank would choose a plan of its own."""
+    sent: list[Any] = []
+
+    def broadcast(value: Any) -> Any:
+        sent.append(value)
+        return sent[0]
+
+    monkeypatch.setattr(worker, "_broadcast", broadcast)
+    recipe = build_recipe({**SMALL, "plan": "auto fp64"}, title="")
+    places = [Placement(rank=rank, world_size=2, local_rank=0, local_world_size=2 - rank) for rank in (0, 1)]
+    jobs = [worker._agreed_job(recipe, place) for place in places]
+    assert [job.recipe.plan for job in jobs if not isinstance(job, ShoalError)] == [sent[0]] * 2
+    sent.clear()
+    wrong = build_recipe({**SMALL, "data": {"source": "/nowhere.txt"}}, title="")
+    for place in places:
+        found = worker._agreed_job(wrong, place)
+        assert isinstance(found, ShoalError)
+        assert found.codes == ("D001",)
 
 
 def test_a_function_reports_and_saves(reports: list[dict[str, Any]]) -> None:
