@@ -2,8 +2,8 @@
 
 python benchmarks/h200/attention.py [--floor 785]
 
-All kernels are called by `scaled_dot_product_attention`; FlashAttention 4 is there after `pip install flash-attn-4`.
-The kernels take turns, so that a change of the clock meets all of them.
+All kernels are called as `run.attention` does. FlashAttention 4 needs the extra `fa4`. The kernels take turns, so that
+a change of the clock affects all of them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,20 +19,18 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import (
-    SDPBackend,
-    activate_flash_attention_impl,
-    restore_flash_attention_impl,
-    sdpa_kernel,
-)
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
+from shoal.errors import ShoalError
+from shoal.numerics.ops.attention_kernels import Backend, attended
+
 PROTOCOL = (
     "Causal attention in bfloat16 with shared keys, as the compiled model calls it (heads beside each other in memory)."
     " FLOPs count half of all pairs, forward 4 and backward 10 per feature. The share is of the rate of a large"
-    " product, which is the floor of the roofline table. The error is that of the worst gradient against float32, over"
+    " product, which is the floor of the roofline table. The error is that of the worst gradient against float64, over"
     " its largest value. *Measured*, medians of turns."
 )
 
@@ -62,36 +61,32 @@ SHAPES = [
     Shape(1, 32768, 32, 8, 64),
     Shape(1, 32768, 32, 8, 128),
 ]
-KERNELS: dict[str, SDPBackend] = {
-    "cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "FlashAttention 2": SDPBackend.FLASH_ATTENTION,
-    "FlashAttention 4": SDPBackend.FLASH_ATTENTION,
-}
+SMOKE = [Shape(1, 64, 4, 2, 16)]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""The CPU is for --smoke."""
+KERNELS: dict[str, Backend] = {"cuDNN": "cudnn", "FlashAttention 2": "flash", "FlashAttention 4": "fa4"}
 
 
 def inputs(shape: Shape) -> list[Tensor]:
     """Queries, keys, values and a gradient: (B, T, N, H) in memory, seen as (B, N, T, H)."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     drawn = (
-        torch.randn(shape.batch, shape.tokens, n, shape.features, device="cuda", generator=generator) for n in heads
+        torch.randn(shape.batch, shape.tokens, n, shape.features, device=DEVICE, generator=generator) for n in heads
     )
     return [x.to(torch.bfloat16).transpose(1, 2) for x in drawn]
 
 
 def called(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel([KERNELS[kernel]]):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def prepare(kernel: str) -> None:
-    """Put the kernel behind torch's flash attention."""
-    restore_flash_attention_impl(_raise_warn=False)
-    if kernel == "FlashAttention 4":
-        activate_flash_attention_impl("FA4")
+    return attended(q, k, v, causal=True, backend=KERNELS[kernel])
 
 
 def seconds_of(function: Callable[[], object], calls: int) -> float:
+    if DEVICE == "cpu":
+        began = time.perf_counter()
+        for _ in range(calls):
+            function()
+        return (time.perf_counter() - began) / calls
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(calls):
@@ -121,7 +116,6 @@ def measure(shape: Shape, kernels: list[str], turns: int, calls: int) -> dict[st
     found: dict[str, list[tuple[float, float]]] = {kernel: [] for kernel in kernels}
     for turn in range(turns + 1):
         for kernel in kernels:
-            prepare(kernel)
             with torch.no_grad():
                 forward = seconds_of(lambda kernel=kernel: called(kernel, *leaves), calls)
             out = called(kernel, *leaves)
@@ -138,15 +132,14 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10)
     asked = arguments(parser, turns=1, calls=1)
     rows = []
-    for shape in SHAPES:
+    for shape in SMOKE if asked.smoke else SHAPES:
         kernels = []
         errors = {}
         for kernel in KERNELS:
             try:
-                prepare(kernel)
                 errors[kernel] = error_of(kernel, shape)
                 kernels.append(kernel)
-            except (RuntimeError, ImportError) as problem:
+            except (RuntimeError, ShoalError) as problem:
                 print(f"{kernel}: {problem!r}"[:1500], flush=True)
         for kernel, (forward, backward) in measure(shape, kernels, asked.turns, asked.calls).items():
             rate = 3.5 * shape.forward_flops / (forward + backward) / 1e12
@@ -163,7 +156,11 @@ def main() -> None:
             )
             print(rows[-1], flush=True)
     packages = ("flash-attn-4", "nvidia-cudnn-cu13")
-    print(write("h200-attention", heading("One GPU: kernels of attention", PROTOCOL, packages=packages) + table(rows)))
+    print(
+        write(
+            "h200-attention", heading("One GPU: kernels of attention", PROTOCOL, packages=packages) + "\n" + table(rows)
+        )
+    )
 
 
 if __name__ == "__main__":

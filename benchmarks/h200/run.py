@@ -51,7 +51,7 @@ OWN_PROTOCOLS = {
 
 STEPS = ("--steps", "20", "--warmup", "6")
 """Single steps differ by one or two per cent."""
-PACKAGES = ("torchtitan", "accelerate", "transformers", "liger-kernel", "torchao", "nvidia-cudnn-cu13")
+PACKAGES = ("torchtitan", "accelerate", "transformers", "liger-kernel", "torchao", "flash-attn-4", "nvidia-cudnn-cu13")
 LEFT_OUT: set[str] = set()
 """Peers that are not there, or not wanted."""
 

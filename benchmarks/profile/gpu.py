@@ -53,7 +53,7 @@ def main() -> None:
         found.append(measured(asked, plan))
         print(json.dumps(found[-1]), flush=True)
     text = heading("A profile on a GPU", "Do the parts add to the step, are kernels busy for as long as CUPTI says?")
-    text += table([_row(each) for each in found])
+    text += "\n" + table([_row(each) for each in found])
     print(text)
     print(write("profile-gpu", text))
 

@@ -39,7 +39,8 @@ from tests.dist.loading import load_function
 from tests.warm import warm_python
 
 CALL_TIMEOUT = 60.0  # seconds
-# gloo's groups live as long as their process, and each has threads that look around a hundred times a second.
+# gloo's groups live as long as their process, and each has threads that look around a hundred times a second. So a crew
+# is stopped between two calls, and ended after some.
 CALLS_OF_A_CREW = 12
 SETTLE = 1.0  # seconds that the other ranks get to finish or fail, once one has failed
 # What every rank of every crew would otherwise import, a second or two each.
@@ -181,6 +182,7 @@ class Crew:
             function.__qualname__,
         )
         message = pickle.dumps((name, warnings.filters, pickle.dumps(args)))
+        self._signal(signal.SIGCONT)
         for connection in self.connections:
             with contextlib.suppress(BrokenPipeError):  # a worker that is gone is found below
                 connection.send_bytes(message)
@@ -189,6 +191,7 @@ class Crew:
             pytest.skip(skipped[0])
         if len(answers) < len(self.processes) or any(answer.failure for answer in answers.values()):
             raise RankFailed(self._report(answers, timeout))
+        self._signal(signal.SIGSTOP)
         return [answers[rank].value for rank in range(len(answers))]
 
     def _collect(self, timeout: float) -> dict[int, Answer]:
@@ -250,12 +253,16 @@ class Crew:
             time.sleep(0.05)  # for the rest of it
             yield rank, path.read_text() or "  unknown: the process does not run at all"
 
-    def end(self) -> None:
-        """Kill the workers and what they started, and wait until they are gone."""
+    def _signal(self, number: signal.Signals) -> None:
+        """Send a signal to the workers and what they started."""
         for process in self.processes:
             for kill in (os.killpg, os.kill):  # the group, or the process alone if it has not made its group yet
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    kill(process.pid, signal.SIGKILL)
+                    kill(process.pid, number)
+
+    def end(self) -> None:
+        """Kill the workers and what they started, and wait until they are gone."""
+        self._signal(signal.SIGKILL)
         for process, connection in zip(self.processes, self.connections, strict=True):
             process.join()
             process.close()

@@ -86,6 +86,7 @@ def hang(world: World, ranks: list[int]) -> None:
 
 
 def test_timeout_names_the_ranks_and_their_stacks_and_the_pool_recovers(pool: Pool) -> None:
+    pool.run(rank_times, 4, 1)  # they are there: the timeout is not that of their start
     with pytest.raises(RankFailed) as failure:
         pool.run(hang, 4, [1, 3], timeout=1.0)
     text = str(failure.value)
@@ -103,6 +104,7 @@ def stop_oneself(world: World) -> None:
 
 
 def test_a_stopped_rank_is_named(pool: Pool) -> None:
+    pool.run(rank_times, 2, 1)
     with pytest.raises(RankFailed, match=r"from rank 1 of 2\nrank 1 is at\n.*does not run at all"):
         pool.run(stop_oneself, 2, timeout=0.5)
     assert len(pool.run(rank_times, 2, 1)) == 2

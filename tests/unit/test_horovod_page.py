@@ -65,3 +65,14 @@ def test_install_does_not_hide_a_package(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ShoalError, match="H015"):
         install()
+
+
+@pytest.mark.usefixtures("without_horovod")
+def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "horovod").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError):
+        import horovod.torch  # the folder stays in sys.modules  # noqa: F401
+    assert "horovod" in sys.modules
+    install()
+    assert sys.modules["horovod"].__shoal__  # type: ignore[attr-defined]

@@ -31,9 +31,10 @@ from shoal.blueprint.placement import (
 )
 from shoal.blueprint.plan import Plan
 from shoal.models import llama, moe
+from shoal.numerics.ops.attention_kernels import attended
 from shoal.parallel import compose
 from shoal.parallel.context import ring, ulysses
-from shoal.parallel.context.attention import Attention, attended
+from shoal.parallel.context.attention import Attention
 from shoal.parallel.data import ddp
 from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.predict.exact.data_traffic import BUCKET_BYTES

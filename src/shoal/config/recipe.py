@@ -348,10 +348,10 @@ class RunSection(Section):
     compile: bool = False
     """True: run each block of the model under torch.compile, which takes 5 to 30 seconds to compile a Llama."""
 
-    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """The torch kernel of attention on a GPU. auto: the fastest one that supports the shape. A named kernel that does
-    not support it is an error. Ring attention, CPUs, and models that do not call `shoal.Attention` have their own
-    kernels."""
+    attention: Literal["auto", "fa4", "cudnn", "flash", "efficient", "math"] = "auto"
+    """The kernel of attention on a GPU. auto: the fastest one that supports the shape. fa4 is FlashAttention 4, an
+    extra; the others are torch's. A named kernel that does not support the shape is an error. Ring attention, CPUs, and
+    models that do not call `shoal.Attention` have their own kernels."""
 
     fused_layers: bool | None = None
     """True: norms, feed-forwards, attentions and embeddings of a model of transformers that shoal recognises are

@@ -30,7 +30,7 @@ def install() -> None:
     """
     if getattr(sys.modules.get("horovod"), "__shoal__", False):
         return
-    if "horovod" in sys.modules or _is_installed():
+    if _is_installed():
         what = "install() would hide the package horovod, which is installed"
         raise ShoalError(what, fix="pip uninstall horovod, or import shoal.horovod as hvd", code="H015")
     api = importlib.import_module("shoal.horovod")
@@ -50,7 +50,11 @@ def install() -> None:
 
 
 def _is_installed() -> bool:
-    """Whether there is a package horovod. A folder of that name without an `__init__.py` is none."""
+    """Whether there is a package horovod. A folder of that name without an `__init__.py` is none, also if an import
+    has found it before."""
+    loaded = sys.modules.get("horovod")
+    if loaded is not None and loaded.__spec__ is None:  # made by hand
+        return True
     spec = importlib.util.find_spec("horovod")
     return spec is not None and spec.origin is not None
 

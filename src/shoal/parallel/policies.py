@@ -21,8 +21,8 @@ from shoal.comm.replicas.transport import Chosen
 from shoal.config.checks.arguments import BOTH, check_choice, check_number, check_whole
 from shoal.errors import Problem, listed, raise_if
 from shoal.numerics.fp8.convert import FromHead, Scaling
+from shoal.numerics.ops.attention_kernels import Backend
 from shoal.numerics.precision import Weights
-from shoal.parallel.context.attention import Backend
 from shoal.parallel.data.local_sgd import DEFAULT_OUTER, OuterOptimizer
 from shoal.safe_parsing import short
 
@@ -81,7 +81,7 @@ class ComputePolicy:
     param_dtype       the dtype of parameters and gradients: fp32; or bf16, under the precisions bf16 and fp8, with an
                       optimizer that rounds stochastically, such as shoal.AdamW
     compile           run each block of the model under torch.compile; a string is the backend to use
-    attention         the kernel of attention on a GPU: auto (the fastest), cudnn, flash, efficient or math
+    attention         the kernel of attention on a GPU: auto (the fastest), fa4, cudnn, flash, efficient, math
     fused_loss        compute the loss inside the model's last layer, without holding all logits; None: where it can
     fused_layers      swap layers of transformers for those that save less and are faster; None: on a GPU
     fp8               under the precision fp8, the part of a tensor that shares one scale: tensorwise or rowwise
