@@ -12,7 +12,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 STAMP := .venv/stamp
 CHECKS := check-format check-lint check-types check-imports check-spelling check-sizes check-words check-docs
 
-.PHONY: help train test test-all test-browser test-ssh test-etcd test-slurm test-horovod test-deepspeed test-k8s matrix reshard check docs sizes package clean $(CHECKS)
+.PHONY: help train test test-all test-browser test-ssh test-etcd test-slurm test-horovod test-deepspeed test-ray test-k8s matrix reshard check docs sizes package clean $(CHECKS)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,10 @@ test-horovod: $(STAMP)  ## Horovod's own tests against shoal.horovod: HOROVOD=a 
 test-deepspeed: $(STAMP)  ## the same trainings and checkpoints with DeepSpeed 0.19.8 itself, which is built: some minutes
 	test -d .venv/deepspeed || DS_BUILD_OPS=0 $(BIN)/pip install -qq --no-build-isolation --no-deps --target .venv/deepspeed deepspeed==0.19.8 hjson ninja py-cpuinfo msgpack einops psutil tqdm
 	SHOAL_DEEPSPEED=$$PWD/.venv/deepspeed $(BIN)/pytest tests/services/test_deepspeed.py $(ARGS)
+
+test-ray: $(STAMP)  ## a real Ray 2.60 on this machine: a killed worker, other sizes, the scripts of docs/ray.md
+	test -d .venv/ray || $(BIN)/pip install -qq --no-deps --target .venv/ray ray==2.60.0 jsonschema jsonschema-specifications referencing rpds-py attrs msgpack
+	SHOAL_RAY=$$PWD/.venv/ray $(BIN)/pytest tests/services/test_ray.py $(ARGS)
 
 test-k8s: $(STAMP)  ## files for Kubernetes against strict schemas, and their commands on two hosts: needs root for the latter
 	test -d .venv/k8s || $(BIN)/pip install -qq --target .venv/k8s kubernetes-validate kubeflow-trainer-api

@@ -24,6 +24,7 @@ AREAS = {
     "L": "finetuning",
     "H": "horovod",
     "E": "deepspeed",
+    "Y": "ray",
 }
 """The letter of an area → its file, without the ending."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.comm.rendezvous.environment import Placement
+from shoal.observe.metrics import Sink
 from shoal.train.recipe.saving.host_storage import HostStorage
 
 
@@ -36,6 +37,8 @@ class RunInvocation:
     """The storage of this host; None: the ranks were not started by `shoal train --hosts`."""
     command: str = ""
     """Identifies the command on all of its hosts and through its restarts; empty: it is not known."""
+    sinks: tuple[Sink, ...] = ()
+    """Further destinations of this rank's records. Every rank writes the same ones."""
 
     def in_generation_of(self, placement: Placement | None) -> RunInvocation:
         """These options in the generation of a worker, which may have begun in this process."""

@@ -81,6 +81,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
             evaluation=storage.evaluation,
             say=line.say,
         )
+        step_metrics.sinks.extend(invocation.sinks)
         storage.save_also(lambda: {"history": step_metrics.history()})
         choices = [text for text in (sync_chosen, algorithm_chosen(run), bucket_chosen(run), run.fused_layers) if text]
         line.note(_headline(run, job, lr, choices, storage))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -45,8 +46,14 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(line: ProgressLine) -> Iterator[StopRequest]:
-    """Catch signals that would end the process; the value is true once one has come."""
+    """Catch signals that would end the process; the value is true once one has come.
+
+    Python gives signals to the main thread alone. Ray trains in another one, and ends workers without a signal.
+    """
     stop_request = StopRequest(line)
+    if threading.current_thread() is not threading.main_thread():
+        yield stop_request
+        return
     before = {number: signal.signal(number, stop_request.receive) for number in STOP_SIGNALS}
     is_done = False
     try:
