@@ -59,13 +59,6 @@ def test_a_loop_of_ones_own_in_a_pipeline(world: World) -> None:
         run.backward(torch.ones((), requires_grad=True))
 
 
-@on_ranks(2)
-def test_microbatches_of_two_shapes(world: World) -> None:
-    inputs, labels = batch()
-    with pytest.raises(ShoalError, match="must have one shape"):
-        prepared(world, "pp=2 gpipe mb=3", Tower()).step((inputs, labels))
-
-
 def test_a_loss_that_asks_the_model_twice() -> None:
     with pytest.raises(ShoalError, match="the loss must call the model once"):
         shoal.verify(Tower, batch(), "pp=2 mb=4", loss=asks_twice)
