@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from shoal.blueprint.description import Split
-from shoal.models.huggingface.modules import attentions, name_of, pattern_of
+from shoal.blueprint.placement import is_inside
+from shoal.models.huggingface.modules import attentions, mixes_tokens, name_of, pattern_of
 from shoal.models.huggingface.order import Order
 from shoal.models.huggingface.splits.block_copies import block_copies
 from shoal.models.huggingface.splits.found_splits import FoundSplits
@@ -24,6 +25,20 @@ def is_from_embedding(model: Any, order: Order, found: FoundSplits) -> bool:
     name = name_of(model, model.get_input_embeddings())
     is_around = any(name is not None and name.startswith(f"{part}.") for part in order.before)
     return order.is_declared and not is_around and found.why_no_sequence(attentions(model)) is None
+
+
+def computes_each_token(model: Any, blocks: tuple[str, ...]) -> bool:
+    """Whether a trial shows that blocks mix tokens in their attention alone. That is given all tokens."""
+    known = attentions(model)
+    tried = 0
+    for block in block_copies(model, blocks):
+        first = f"{block.names[0]}."
+        inside = {name.removeprefix(first): Split.ALL_TOKENS for name in known if name.startswith(first)}
+        mixes = mixes_tokens(model, block.names[:1])
+        if any(is_inside(name, known) for name in mixes) or why_not_divided(block, inside) is not None:
+            return False
+        tried += len(block.names)
+    return tried == len(blocks)
 
 
 def why_not_between_blocks(model: Any, order: Order, found: FoundSplits, splits: Mapping[str, Split]) -> str | None:
