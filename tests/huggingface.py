@@ -134,6 +134,7 @@ REJECTED = {
     **dict.fromkeys(("vit", "clip", "falcon", "gptj", "openai-gpt", "roberta", "xlm-roberta"), ("cp=2",)),
     **dict.fromkeys(("t5", "whisper", "bloom"), ("sp=on", "cp=2")),
     "mamba": ("tp=2", "cp=2"),
+    **more.REJECTED,
 }
 """Architecture → words of plans that it cannot have. All others are equal."""
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}

@@ -82,13 +82,6 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "BioGpt",
         {**TABLE, **NO_DROPOUT, "pad_token_id": 1, "activation_dropout": 0.0, "layerdrop": 0.0},
     ),
-    "xglm": (
-        "XGLM",
-        {
-            **{**TABLE, "d_model": 16, "ffn_dim": 24, "num_layers": 2, "attention_heads": 4, "pad_token_id": 1},
-            **{"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
-        },
-    ),
     "gemma3n": (
         "Gemma3n",
         {
@@ -239,6 +232,35 @@ AUDIO = {
 }
 SOUNDS: dict[str, tuple[str, dict[str, Any]]] = {"wav2vec2": ("Wav2Vec2", AUDIO), "hubert": ("Hubert", AUDIO)}
 ALL = DECODERS | MIXTURES | STATES | ENCODERS | PAIRS | IMAGES | SOUNDS
+WITH_EXPERTS = (
+    *("qwen2-moe", "olmoe", "phimoe", "granitemoe", "granitemoe shared", "ernie4.5-moe", "glm4-moe", "dots1"),
+    *("hunyuan-moe", "minimax-m2", "deepseek-v2", "afmoe", "jamba", "granitemoe hybrid", "minimax", "qwen3-next"),
+)
+"""Those whose experts `ep` divides."""
+NO_TP = ("tp=2", "cp=2")
+NO_SP = ("sp=on", "cp=2")
+NOTHING = ("tp=2", "pp=2", "cp=2")
+REJECTED = {
+    **dict.fromkeys(("llama4", "gpt-neo", "falcon alibi", "falcon new", "lfm2", "esm"), ("cp=2",)),
+    **dict.fromkeys((*IMAGES, "codegen", "opt", "mpt", "biogpt", "mpnet", "fnet", "roberta-prelayernorm"), NO_SP),
+    **dict.fromkeys(("dinov2", "deit", "siglip", "beit"), ("cp=2",)),
+    **dict.fromkeys(("jamba", "bamba", "granitemoe hybrid", "minimax", "qwen3-next", "qwen3.5", *PAIRS), NO_SP),
+    **dict.fromkeys(("mamba2", "falcon-mamba"), NO_TP),
+    **dict.fromkeys(("gemma3n", "jetmoe", "dbrx", "deberta-v2", *SOUNDS), NOTHING),
+    "gemma4": ("sp=on",),
+    "albert": ("sp=on", "pp=2"),
+    "zamba2": NOTHING,
+    "recurrent-gemma": NO_SP,
+}
+"""Architecture → words of plans that it cannot have."""
+OTHER_TRAFFIC: dict[tuple[str, str], str] = {
+    **{(kind, "zero=3"): "cannot be traced" for kind in ("dbrx", "jetmoe", "deberta-v2")},
+    **{(kind, "zero=3"): "gradients of unused parameters are predicted" for kind in ("esm", "fnet", "dinov2")},
+    **{(kind, "zero=3"): "has parameters in no block, and beside them" for kind in ("wav2vec2", "hubert", "gemma3n")},
+    ("albert", "zero=3"): "a block that runs twice is gathered twice",
+    **{(kind, "zero=3"): "more is predicted than gathered; not explained" for kind in PAIRS},
+}
+"""(architecture, first word of a plan) → why its traffic is not as predicted."""
 SUFFIXES = [
     (DECODERS | MIXTURES | STATES, "ForCausalLM"),
     (ENCODERS, "ForMaskedLM"),

@@ -72,6 +72,7 @@ def test_blocks_that_share_parameters_are_none() -> None:
     assert described.blocks == ()
     assert "share parameters" in described.why_not["pp"]
     assert not any("shared_transformer" in name for name, how in described.splits.items() if how is Split.COLUMN)
+    assert "share parameters" in described.why_not["cp"]
 
 
 def test_a_bias_of_all_logits_beside_the_head_keeps_it_whole() -> None:

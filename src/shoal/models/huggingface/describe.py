@@ -49,9 +49,10 @@ def describe(model: Any) -> Description:
     regions = {name.rpartition(".")[0] for name, style in declared.items() if style in (Split.COLUMN, Split.ROW)}
     followed = {region for region in regions if _is_split_whole(region, declared)}
     found = FoundSplits() if "tp" in why_not else found_splits(model, followed)
-    if "tp" not in why_not and not getattr(model, "tp_plan", None) and not found.splits:
-        why_not["tp"] = f"{type(model).__name__} {_why_not_split(found)}"
-    named = {} if "tp" in why_not else _splits(model, declared, followed, found, has_order=order.why_not is None)
+    is_divided = bool(followed or found.splits or (getattr(model, "tp_plan", None) and order.before))
+    if "tp" not in why_not and not is_divided:
+        why_not["tp"] = f"{type(model).__name__} {_why_not_split(order, found)}"
+    named = {} if "tp" in why_not else _splits(model, declared, followed, found, has_order=bool(order.before))
     divides_between = "cp" in why_not or not is_from_embedding(model, order, found)
     if "tp" in why_not:
         why_not["sp"] = why_not["tp"]
@@ -105,7 +106,7 @@ def _takes(model: Any, name: str) -> bool:
 
 def _why_not(model: Any, order: Order) -> Iterator[tuple[str, str]]:
     """Axis → the property of the architecture that is in its way."""
-    kind, blocks = type(model).__name__, order.blocks
+    kind = type(model).__name__
     is_pair = getattr(model.config, "is_encoder_decoder", False)
     if is_pair:
         yield "cp", f"{kind} has an encoder and a decoder, whose tokens have positions of their own"
@@ -115,13 +116,16 @@ def _why_not(model: Any, order: Order) -> Iterator[tuple[str, str]]:
         yield axis, f"{kind} reads the parameters of {order.uncalled[0]} without calling it"
     if order.why_not is not None:
         yield "pp", f"{kind} {order.why_not}"
-    if not is_pair and not order.uncalled and (why := _why_not_context(model, blocks)) is not None:
+        if order.blocks and not order.before:  # what is around the blocks has no place
+            yield "tp", f"{kind} {order.why_not}"
+    if not is_pair and not order.uncalled and (why := _why_not_context(model, order)) is not None:
         yield "cp", f"{kind} {why}"
 
 
-def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
+def _why_not_context(model: Any, order: Order) -> str | None:
+    blocks = order.blocks
     if not blocks:
-        return "has no blocks that could be found"
+        return order.why_not or "has no blocks that could be found"
     if not _takes(model, "position_ids"):
         return "takes no position_ids, which tokens of a divided sequence need"
     tables = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.Embedding))
@@ -153,9 +157,11 @@ def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
     )
 
 
-def _why_not_split(found: FoundSplits) -> str:
+def _why_not_split(order: Order, found: FoundSplits) -> str:
     if found.unproven:
         return f"mixes all features on the way from {found.unproven[0]}, so no half of them can be computed alone"
+    if order.why_not is not None:
+        return order.why_not
     return "has no linear layers of which each reads the output of the one before alone"
 
 

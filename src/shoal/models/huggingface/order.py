@@ -10,6 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,6 +44,8 @@ class Order:
     """Why stages cannot run it so; None: they can."""
 
 
+FRAMES = 16
+"""The length of a small sound, in steps of the convolutions that read it."""
 LONGEST_CAUSE = 100
 """Characters of an error of torch that a message repeats."""
 _known: WeakKeyDictionary[nn.Module, Order] = WeakKeyDictionary()
@@ -165,8 +168,10 @@ def _sorted(model: nn.Module, forward: Forward, blocks: tuple[str, ...], beside:
     are blocks themselves."""
     run = [call.module for call in forward.calls]
     times = Counter(name for name in run if name in blocks)
-    if other := next((name for name in blocks if times[name] != 1), None):
-        return Order(why_not=f"runs {other} {times[other]} times in a forward")
+    other = next((name for name in blocks if times[name] != 1), None)
+    why_not = None if other is None else f"runs {other} {times[other]} times in a forward"
+    if other is not None and not times[other]:
+        return Order(why_not=why_not)
     dependent = _dependent(forward, blocks)
     late = [name for name in dict.fromkeys(run) if name in blocks or (name in beside and name in dependent)]
     early = [name for name in dict.fromkeys(run) if name in beside and name not in dependent]
@@ -175,6 +180,7 @@ def _sorted(model: nn.Module, forward: Forward, blocks: tuple[str, ...], beside:
     shared = {id(p) for name in early for p in model.get_submodule(name).parameters()}
     tied = [name for name in unrun if all(id(p) in shared for p in model.get_submodule(name).parameters())]
     order = Order((*tied, *early), tuple(late[:end]), (*late[end:], *(name for name in unrun if name not in tied)))
+    order = replace(order, why_not=why_not)
     return order if _is_whole(model, order) else Order(why_not="has parameters outside of the modules that it runs")
 
 
@@ -204,6 +210,8 @@ def inputs_of(model: Any) -> Mapping[str, Tensor] | None:
         first = {name: tokens}
     elif name == "pixel_values" and size is not None and channels is not None:
         first = {name: torch.zeros(1, channels, size, size)}
+    elif name == "input_values" and hasattr(config, "conv_stride"):
+        first = {name: torch.zeros(1, FRAMES * prod(config.conv_stride))}
     elif name == "input_features" and is_pair and hasattr(config, "num_mel_bins"):  # two frames for each position
         first = {name: torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)}
     return first if first is None or not is_pair else {**first, "decoder_input_ids": tokens}

@@ -52,7 +52,7 @@ def _why_not(model: Any, order: Order, found: FoundSplits, splits: Mapping[str, 
     if getattr(model.config, "is_encoder_decoder", False):
         return "has an encoder and a decoder, which reads the tokens of both"
     if not order.blocks:
-        return "has no blocks that could be found"
+        return order.why_not or "has no blocks that could be found"
     if (home := found.why_no_sequence(attentions(model))) is not None:
         return f"has split layers in {pattern_of(home)} that do not all read its input"
     outside = (name for name, how in splits.items() if how in (Split.COLUMN, Split.ROW))
