@@ -12,6 +12,7 @@ from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.train.run import Run
 from tests.dist.pool import on_ranks
+from tests.rejects import rejects
 
 BLOCKS = tuple(f"blocks.{i}" for i in range(4))
 
@@ -48,6 +49,25 @@ def prepared(world: World, plan: str, model: nn.Module) -> Run:
 def test_too_few_microbatches(world: World) -> None:
     with pytest.raises(ShoalError, match="2 microbatches"):
         prepared(world, "pp=2 dualpipev mb=4", Tower()).step(batch())
+
+
+class Reader(nn.Module):
+    """Reads the weight of a layer without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.layer.weight)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_read_where_it_is_not_gathered(world: World) -> None:
+    model = Reader()
+    model.layer.bias.requires_grad_(False)
+    with rejects("M142", "zero=1 to 3"):
+        prepared(world, "zero=3", model).step(batch())
 
 
 @on_ranks(2)
