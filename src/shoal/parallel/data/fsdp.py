@@ -148,7 +148,8 @@ def explain_ungathered(error: RuntimeError) -> None:
     """Replace torch's message about a shard in an operation, which says nothing of the module that has it."""
     if "got mixed torch.Tensor and DTensor" in str(error):
         raise ShoalError(
-            "under zero a parameter must be read by its own module or a block around it, got one that is read elsewhere",
+            "under zero a parameter must be read by its own module or a block around it,"
+            " got one that is read elsewhere",
             fix="the module itself called in place of its weight, describe() with blocks that hold both, or zero=0",
             code="M142",
         ) from error

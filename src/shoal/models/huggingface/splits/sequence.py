@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.blueprint.description import Split
 from shoal.blueprint.placement import is_inside
-from shoal.models.huggingface.modules import attentions, mixes_tokens, name_of, pattern_of
+from shoal.models.huggingface.modules import CONVOLUTIONS, attentions, mixes_tokens, name_of, pattern_of
 from shoal.models.huggingface.order import Order
 from shoal.models.huggingface.splits.block_copies import block_copies
 from shoal.models.huggingface.splits.found_splits import FoundSplits
@@ -28,14 +28,17 @@ def is_from_embedding(model: Any, order: Order, found: FoundSplits) -> bool:
 
 
 def computes_each_token(model: Any, blocks: tuple[str, ...]) -> bool:
-    """Whether a trial shows that blocks mix tokens in their attention alone. That is given all tokens."""
+    """Whether a trial shows that blocks mix tokens in their attention alone. That is given all tokens. A convolution may
+    read farther than the few tokens of a trial."""
     known = attentions(model)
     tried = 0
     for block in block_copies(model, blocks):
         first = f"{block.names[0]}."
         inside = {name.removeprefix(first): Split.ALL_TOKENS for name in known if name.startswith(first)}
-        mixes = mixes_tokens(model, block.names[:1])
-        if any(is_inside(name, known) for name in mixes) or why_not_divided(block, inside) is not None:
+        unknown = list(mixes_tokens(model, block.names[:1]))
+        if any(is_inside(name, known) or isinstance(model.get_submodule(name), CONVOLUTIONS) for name in unknown):
+            return False
+        if why_not_divided(block, inside) is not None:
             return False
         tried += len(block.names)
     return tried == len(blocks)
