@@ -28,8 +28,8 @@ def is_from_embedding(model: Any, order: Order, found: FoundSplits) -> bool:
 
 
 def computes_each_token(model: Any, blocks: tuple[str, ...]) -> bool:
-    """Whether a trial shows that blocks mix tokens in their attention alone. That is given all tokens. A convolution may
-    read farther than the few tokens of a trial."""
+    """Whether a trial shows that blocks mix tokens in their attention alone, which is given all of them. A convolution
+    may read farther than the few tokens of a trial."""
     known = attentions(model)
     tried = 0
     for block in block_copies(model, blocks):
