@@ -205,7 +205,7 @@ class Pipeline:
     """By the number of microbatches and the shapes between stages."""
     _most: int = 0
     """Microbatches of the largest step so far."""
-    _found: dict[Any, Any] = field(default_factory=dict)
+    _found: dict[Any, tuple[Any, list[tuple[int, ...]]]] = field(default_factory=dict)
     """By the shapes of a batch: one look-up in most steps."""
 
     def step(self, feed: MicrobatchFeed) -> None:
