@@ -246,11 +246,12 @@ REJECTED = {
     **dict.fromkeys(("dinov2", "deit", "siglip", "beit"), ("cp=2",)),
     **dict.fromkeys(("jamba", "bamba", "granitemoe hybrid", "minimax", "qwen3-next", "qwen3.5", *PAIRS), NO_SP),
     **dict.fromkeys(("mamba2", "falcon-mamba"), NO_TP),
-    **dict.fromkeys(("gemma3n", "jetmoe", "dbrx", "deberta-v2", *SOUNDS), NOTHING),
+    **dict.fromkeys(("jetmoe", "dbrx", "deberta-v2", *SOUNDS), NOTHING),
     "gemma4": ("sp=on",),
     "albert": ("sp=on", "pp=2"),
     "zamba2": NOTHING,
     "recurrent-gemma": NO_SP,
+    "gemma3n": NO_SP,
 }
 """Architecture → words of plans that it cannot have."""
 OTHER_TRAFFIC: dict[tuple[str, str], str] = {

@@ -94,6 +94,13 @@ def test_layers_that_a_trial_finds(kind: str, columns: str) -> None:
     assert describe(huggingface.build(kind)).splits[columns] is Split.COLUMN
 
 
+def test_elements_of_a_list_are_called_and_not_the_list() -> None:
+    described = describe(huggingface.build("gemma3n"))
+    assert "model.altup_projections.0" in described.before_blocks
+    assert "model.altup_unembed_projections.0" in described.after_blocks
+    assert "pp" not in described.why_not
+
+
 def test_why_layers_stay_whole_is_a_property_of_the_model() -> None:
     why = describe(huggingface.build("mamba2")).why_not["tp"]
     assert "mixes all features on the way from backbone.layers.*.mixer.in_proj to mixer.out_proj" in why

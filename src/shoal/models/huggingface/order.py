@@ -159,7 +159,11 @@ def _beside(model: nn.Module, blocks: tuple[str, ...]) -> Iterator[str]:
     around = {"", *(name for name, _ in model.named_modules() if any(block.startswith(f"{name}.") for block in blocks))}
     for name, module in model.named_modules():
         is_outermost = name not in around and name.rpartition(".")[0] in around
-        if is_outermost and name not in blocks and next(module.parameters(), None) is not None:
+        if not is_outermost or name in blocks or next(module.parameters(), None) is None:
+            continue
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):  # its elements are called, as in Gemma 3n
+            around.add(name)
+        else:
             yield name
 
 
