@@ -7,6 +7,7 @@ import torch
 
 from shoal import Split
 from shoal.train.build_model import describe
+from tests.cover import wide
 from tests.rejects import rejects
 
 pytest.importorskip("transformers")
@@ -87,7 +88,9 @@ def test_a_bias_of_all_logits_beside_the_head_keeps_it_whole() -> None:
         ("falcon alibi", "transformer.h.*.mlp.dense_h_to_4h"),  # adds to an output of the trial in place
         ("mpt", "transformer.blocks.*.ffn.up_proj"),  # its mask is no number in float32
         ("granitemoe", "model.layers.*.self_attn.q_proj"),  # its blocks are given a cache
-        ("roberta-prelayernorm", "roberta_prelayernorm.encoder.layer.*.intermediate.dense"),  # no list of what it names
+        wide(
+            "roberta-prelayernorm", "roberta_prelayernorm.encoder.layer.*.intermediate.dense"
+        ),  # no list of what it names
     ],
 )
 def test_layers_that_a_trial_finds(kind: str, columns: str) -> None:
@@ -106,7 +109,7 @@ def test_why_layers_stay_whole_is_a_property_of_the_model() -> None:
     assert "mixes all features on the way from backbone.layers.*.mixer.in_proj to mixer.out_proj" in why
 
 
-@pytest.mark.parametrize("kind", ["apertus", "ernie4.5-moe", "afmoe"])
+@pytest.mark.parametrize("kind", ["apertus", wide("ernie4.5-moe"), wide("afmoe")])
 def test_parameters_outside_of_linear_layers_may_compute_each_token(kind: str) -> None:
     """A trial shows it: an activation with numbers of its own, and biases of routers."""
     assert "cp" not in describe(huggingface.build(kind)).why_not
