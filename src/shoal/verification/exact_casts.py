@@ -56,9 +56,12 @@ def _replaced_methods() -> Iterator[None]:
 
 def _widened(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
-    def call(tensor: Tensor, /, *arguments: Any, **options: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
+        tensor = arguments[0] if arguments else options.get("input")
+        if not isinstance(tensor, Tensor):
+            return method(*arguments, **options)
         given = (_wide(tensor, one) for one in arguments)
-        return method(tensor, *given, **{name: _wide(tensor, value) for name, value in options.items()})
+        return method(*given, **{name: _wide(tensor, value) for name, value in options.items()})
 
     return call
 
