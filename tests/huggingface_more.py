@@ -204,7 +204,7 @@ PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "dinov2": ("Dinov2", IMAGE),
-    "deit": ("DeiT", IMAGE),
+    "deit": ("DeiT", {**IMAGE, "image_size": 16}),  # an even number of tokens
     "beit": ("Beit", {**IMAGE, "drop_path_rate": 0.0}),
     "siglip": ("Siglip", {"num_labels": 5}),
     "swin": (
