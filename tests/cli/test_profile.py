@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.pages.run.find_runs import find_runs
 from tests.cli.host import Host
 
 WORDS = [
@@ -42,6 +43,7 @@ def test_a_slow_rank_is_named(host: Host, tmp_path: Path) -> None:
     assert written["verdict"] == found["verdict"]
     assert len(json.loads((tmp_path / "here.json").read_text())["traceEvents"]) > 20
     assert not (tmp_path / "runs/run").exists()
+    assert find_runs(tmp_path)[0].state == "ended"
 
 
 def test_a_slow_disk_is_named_in_a_run_that_saves(host: Host, tmp_path: Path) -> None:

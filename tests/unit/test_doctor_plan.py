@@ -232,6 +232,11 @@ def test_a_rank_that_a_signal_has_stopped(run: Live) -> None:
     os.kill(pids[0], signal.SIGSTOP)
     time.sleep(0.05)
     only(live.check_run(path), Level.FAIL, f"rank 0 is stopped by a signal (process {pids[0]})", "kill -CONT")
+    os.kill(pids[1], signal.SIGSTOP)
+    time.sleep(0.05)
+    found = next(each for each in live.check_run(path) if each.check == "ranks")
+    assert found.evidence == f"ranks 0, 1 are stopped by a signal (process {pids[0]}, {pids[1]})"
+    assert found.fix == f"kill -CONT {pids[0]} {pids[1]}"
 
 
 def test_a_run_that_moves(run: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +254,12 @@ def test_runs_that_no_process_holds(tmp_path: Path, capsys: pytest.CaptureFixtur
         live.check_run(tmp_path)
     (tmp_path / "environment.json").write_text("{}")
     only(live.check_run(tmp_path), Level.FAIL, "it was killed, or failed", "shoal train")
+    (tmp_path / "environment.json").write_text('{"host": "node7"}')
+    assert live.check_run(tmp_path)[0].level is Level.WARNING  # it may live there
+    assert "started on 'node7'" in live.check_run(tmp_path)[0].evidence
     (tmp_path / "summary.json").write_text('{"steps": 150, "was_stopped": false}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 150, "loss": 2}\n{"step": 150, "eval_loss": 1.554345}\n')
+    assert live.check_run(tmp_path)[-1].evidence == "step 150 was logged 0 s ago; validation loss 1.554"
     (tmp_path / "metrics.jsonl").write_text('{"step": 150, "loss": "nan"}\n')
     only(live.check_run(tmp_path), Level.FAIL, "loss nan", "T0")
     assert main(["doctor", str(tmp_path), "--json"]) == 1

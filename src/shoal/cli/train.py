@@ -153,7 +153,7 @@ def _train(options: Train, reading: RecipeReading, start_time: float, out: TextI
 
 def _write_result(job: Job, summary: dict[str, Any]) -> bool:
     """Write the summary and the measurement beside the run; whether the summary was written."""
-    is_written = _write_summary(summary)
+    is_written = write_summary(summary)
     _append_measurement(job, summary)
     return is_written
 
@@ -418,7 +418,7 @@ def _train_here(
         raise failed from error
 
 
-def _write_summary(summary: dict[str, Any]) -> bool:
+def write_summary(summary: dict[str, Any]) -> bool:
     """Write the summary to the run directory, if there is one; whether that worked."""
     from shoal.observe.run_directory import RunDirectory
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -53,8 +54,9 @@ def _progress(path: Path) -> Iterator[Finding]:
         yield ok("progress", "no step has been logged")
         return
     age = time.time() - (path / "metrics.jsonl").stat().st_mtime
-    evidence = f"step {last.get('step')} was logged {_ago(age)}; loss {last.get('loss')}"
-    if isinstance(last.get("loss"), str):  # as metrics write a number that is not finite
+    name, loss = ("loss", last["loss"]) if "loss" in last else ("validation loss", last.get("eval_loss"))
+    evidence = f"step {last['step']} was logged {_ago(age)}; {name} {_short(loss)}"
+    if isinstance(loss, str):  # as metrics write a number that is not finite
         yield will_fail("progress", evidence, "shoal explain T032   # a lower --optim.lr, or --run.on_nan skip")
     else:
         yield ok("progress", evidence)
@@ -67,6 +69,11 @@ def _ended(path: Path) -> Iterator[Finding]:
         said = _mapping(summary)
         how = "was stopped by a signal" if said.get("was_stopped") else "reached its end"
         yield ok("process", f"the run {how} at step {said.get('steps')}")
+        return
+    host = _mapping(path / "environment.json").get("host")
+    if host not in (None, platform.node()):
+        evidence = f"no process of this host holds the run, which was started on {str(host)[:80]!r}"
+        yield warning("process", f"{evidence}: whether it lives is seen there alone", f"shoal doctor {path}   # there")
         return
     evidence = "no process holds the run, and it has no summary: it was killed, or failed"
     yield will_fail("process", evidence, f"shoal train {path / 'recipe.yaml'}   # resumes from the last checkpoint")
@@ -100,8 +107,11 @@ def _judged(
     states = {rank: read_state(pid).letter for rank, pid in pids.items()}
     stopped = [rank for rank, letter in states.items() if letter == "T"]
     if stopped:
-        evidence = f"rank {_listed(stopped)} is stopped by a signal (process {pids[stopped[0]]}); the others wait"
-        yield will_fail("ranks", evidence, f"kill -CONT {pids[stopped[0]]}")
+        processes = [pids[rank] for rank in stopped]
+        which = f"ranks {_listed(stopped)} are" if len(stopped) > 1 else f"rank {stopped[0]} is"
+        others = "; the others wait" if len(stopped) < len(after) else ""
+        evidence = f"{which} stopped by a signal (process {_listed(processes)}){others}"
+        yield will_fail("ranks", evidence, f"kill -CONT {' '.join(map(str, processes))}")
     elif moving:
         yield ok("ranks", f"{len(moving)} of {len(after)} ranks move ({phases})")
     else:
@@ -193,6 +203,15 @@ def _age(path: Path) -> float:
         return time.time() - path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+def _short(loss: Any) -> str:
+    """A loss with a few digits; another value as it is.
+
+    >>> _short(1.57055766582489), _short("nan")
+    ('1.571', 'nan')
+    """
+    return f"{loss:.4g}" if isinstance(loss, float) else str(loss)[:20]
 
 
 def _ago(seconds: float) -> str:
