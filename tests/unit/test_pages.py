@@ -24,8 +24,8 @@ from shoal.pages.html import ASSETS, data
 from shoal.pages.report import make_report, write_page
 from shoal.pages.run.findings import findings
 from shoal.pages.run.read_run import read_run
-from shoal.pages.run.time_parts import hidden_by_axis, whole_run
-from shoal.pages.run.verdict import REASON, verdict_of
+from shoal.pages.run.time_parts import hidden_by_axis, over_time, whole_run
+from shoal.pages.run.verdict import REASON, facts, verdict_of
 from shoal.pages.sections.time_spent import time_spent
 from tests.rejects import rejects
 from tests.run_directories import EVIL, make_hostile_run, make_run, record, write_lines
@@ -142,6 +142,25 @@ def test_communication_is_shown_by_axis(tmp_path: Path) -> None:
     assert hidden_by_axis(run.metrics) == {"tp": pytest.approx((0.1, 0.25)), "dp_shard": pytest.approx((0.05, 1.0))}
     page = time_spent(run)
     assert "Hidden by axis: tp 25" in page
+
+
+def test_stretches_reach_as_far_as_a_step_that_times_communication(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 1)
+    lines = [record(step) for step in range(1, 108)]
+    for line in lines:
+        if line["step"] % 20:
+            del line["comm_seconds"], line["comm_overlap_fraction"]
+    write_lines(path / "metrics.jsonl", lines)
+    stretches = over_time(read_run(path).metrics)
+    assert [each.first for each in stretches] == [1, *(each.last + 1 for each in stretches[:-1])]
+    assert (len(stretches), stretches[-1].last) == (5, 107)
+    assert [each.comm for each in stretches] == [pytest.approx(0.1, rel=0.2)] * 5
+
+
+def test_the_training_time_of_a_dead_run_counts_steps_that_were_not_logged(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 1)
+    write_lines(path / "metrics.jsonl", [record(step, step_seconds=0.5) for step in range(10, 101, 10)])
+    assert dict(fact[:2] for fact in facts(read_run(path)))["Training time"] == "50 s"
 
 
 CAUSES: dict[str, dict[str, Any]] = {

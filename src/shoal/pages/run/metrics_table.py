@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from operator import itemgetter, lt
 from types import NoneType
 from typing import Any
@@ -52,6 +52,12 @@ class MetricsTable:
         """The finite values of a key from a row on."""
         values = self.column(name)[start:]
         return list(values) if are_finite(values) else [value for value in values if math.isfinite(value)]
+
+    def seconds(self) -> list[float]:
+        """Seconds of training until each row. Not every step has a row: those before it count as long as it."""
+        gaps = [after - before for before, after in zip([0, *self.steps], self.steps, strict=False)]
+        pairs = zip(self.column("step_seconds"), gaps, strict=True)
+        return list(accumulate(each * gap if 0 <= each < math.inf else 0.0 for each, gap in pairs))
 
     @property
     def warmup(self) -> int:
