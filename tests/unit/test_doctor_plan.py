@@ -257,6 +257,8 @@ def test_runs_that_no_process_holds(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "environment.json").write_text('{"host": "node7"}')
     assert live.check_run(tmp_path)[0].level is Level.WARNING  # it may live there
     assert "started on 'node7'" in live.check_run(tmp_path)[0].evidence
+    (tmp_path / "summary.json").write_text("[[[")
+    only(live.check_run(tmp_path), Level.FAIL, "summary.json is damaged", "shoal checkpoint verify")
     (tmp_path / "summary.json").write_text('{"steps": 150, "was_stopped": false}')
     (tmp_path / "metrics.jsonl").write_text('{"step": 150, "loss": 2}\n{"step": 150, "eval_loss": 1.554345}\n')
     assert live.check_run(tmp_path)[-1].evidence == "step 150 was logged 0 s ago; validation loss 1.554"

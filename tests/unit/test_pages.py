@@ -231,6 +231,21 @@ def test_a_torn_line_long_lines_and_missing_files(tmp_path: Path) -> None:
     assert "Died at step 0" in page_of(path)
 
 
+def test_what_is_damaged_is_said(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 30)
+    with open(path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 31, "lo')  # torn by a crash
+    assert read_run(path).damaged == []
+    (path / "summary.json").write_text("[[[")
+    (path / "recipe.yaml").write_bytes(bytes(range(128, 200)))
+    (path / "metrics.jsonl").write_text("\n".join([json.dumps(record(1)), "x", "", '{"step": "1"}', "y"]))
+    (path / "events.jsonl").unlink()
+    (path / "events.jsonl").symlink_to("/etc/hostname")
+    run = read_run(path)
+    assert run.damaged == ["recipe.yaml", "summary.json", "3 lines of metrics.jsonl", "events.jsonl is a link"]
+    assert "Files of the run are damaged" in make_report([run])
+
+
 def test_links_out_of_the_directory_are_not_followed(tmp_path: Path) -> None:
     path, secret = make_run(tmp_path / "run", 3), make_run(tmp_path / "secret", 9, summary=ENDED)
     for name in ("metrics.jsonl", "summary.json", "events.jsonl"):
@@ -279,6 +294,17 @@ def test_the_vendored_files_are_those_of_the_package() -> None:
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def test_report_without_a_run_takes_the_newest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report"]) == 2
+    assert "[R071]" in capsys.readouterr().err
+    make_run(tmp_path / "runs/new")
+    assert main(["report"]) == 0
+    assert capsys.readouterr().out.split() == ["runs/new/report.html"]
 
 
 def test_report_writes_into_the_run_or_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

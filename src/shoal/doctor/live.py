@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -67,6 +68,10 @@ def _ended(path: Path) -> Iterator[Finding]:
     summary = path / "summary.json"
     if summary.is_file():
         said = _mapping(summary)
+        if not said:
+            evidence = "no process holds the run, and its summary.json is damaged"
+            yield will_fail("process", evidence, f"shoal checkpoint verify {shlex.quote(str(path))}")
+            return
         how = "was stopped by a signal" if said.get("was_stopped") else "reached its end"
         yield ok("process", f"the run {how} at step {said.get('steps')}")
         return
@@ -76,7 +81,11 @@ def _ended(path: Path) -> Iterator[Finding]:
         yield warning("process", f"{evidence}: whether it lives is seen there alone", f"shoal doctor {path}   # there")
         return
     evidence = "no process holds the run, and it has no summary: it was killed, or failed"
-    yield will_fail("process", evidence, f"shoal train {path / 'recipe.yaml'}   # resumes from the last checkpoint")
+    yield will_fail(
+        "process",
+        evidence,
+        f"shoal train {shlex.quote(str(path / 'recipe.yaml'))}   # resumes from the last checkpoint",
+    )
 
 
 def _ranks(path: Path, board_path: Path) -> Iterator[Finding]:

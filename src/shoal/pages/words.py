@@ -11,15 +11,15 @@ from shoal.pages.run.metrics_table import number
 def figure(value: Any, digits: int = 4) -> str:
     """A number with a few digits; a dash if there is none.
 
-    >>> figure(0.000312345), figure(12345.678), figure(None), figure("nan")
-    ('0.0003123', '12,346', '–', '–')
+    >>> figure(0.000312345), figure(9991.4), figure(12345.678), figure(None), figure("nan")
+    ('0.0003123', '9,991', '12,346', '–', '–')
     """
     found = number(value)
     if not math.isfinite(found):
         return "∞" if found == math.inf else "–"
-    if found == 0 or 1e-4 <= abs(found) < 10**digits:
+    if found == 0 or 1e-4 <= abs(found) < 10 ** (digits - 1):
         return f"{found:.{digits}g}"
-    return f"{found:,.0f}" if 10**digits <= abs(found) < 1e15 else f"{found:.{digits - 1}g}"
+    return f"{found:,.0f}" if 10 ** (digits - 1) <= abs(found) < 1e15 else f"{found:.{digits - 1}g}"
 
 
 def large(value: Any) -> str:
