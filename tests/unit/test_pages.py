@@ -190,12 +190,20 @@ def test_what_to_look_at_follows_from_the_metrics(tmp_path: Path, what: str) -> 
 def test_a_page_has_every_part_and_needs_nothing_else(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", 100, ranks=2)
     (path / "prediction.json").write_text(json.dumps({"step_seconds": 0.5, "memory_gib": 1.0, "is_calibrated": False}))
+    parts = [("forward", 0.1, 0.05), ("tp.late", 0.06, None), ("tp.wire", 0.04, 0.02)]
+    keys = ("part", "seconds", "predicted_seconds")
+    verdict = {"title": "link-bound on tp", "evidence": "tp waits", "next": "--plan.tp 1"}
+    found = {"steps": 5, "parts": [dict(zip(keys, each, strict=True)) for each in parts], "verdict": verdict}
+    (path / "profile.json").write_text(json.dumps(found))
     page = page_of(path)
     tags = Tags(page)
     assert [*tags.open, *tags.outside, *tags.handlers] == []
     assert tags.scripts == ["application/json", "script", "script"]
+    profile = page.split("<section id=profile>")[1].split("</section>")[0]
+    assert "<td>tp, for a late rank</td><td>60&nbsp;ms</td><td>30&nbsp;%</td><td>–</td>" in profile
+    assert "link-bound on tp" in profile
     names = re.findall(r"<section id=(\w+)>", page)
-    assert names == ["next", "curves", "time", "ranks", "history", "predicted", "layout", "reproduce"]
+    assert names == ["next", "curves", "time", "profile", "ranks", "history", "predicted", "layout", "reproduce"]
     assert "shoal train &#x27;a b.yaml&#x27;" in page
     assert "'unsafe-inline'" not in page.split("script-src")[1].split(";")[0]
     assert page.count('class="fallback"') == len(json.loads(payload_of(page))["charts"]) == 5

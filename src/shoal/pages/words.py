@@ -48,12 +48,14 @@ def percent(value: Any) -> str:
 def duration(value: Any) -> str:
     """Seconds in the unit that fits.
 
-    >>> duration(0.0213), duration(75), duration(7300), duration(200_000)
-    ('21.3 ms', '1 min 15 s', '2 h 1 min', '2 d 7 h')
+    >>> duration(2.14e-5), duration(0.0213), duration(75), duration(7300), duration(200_000)
+    ('21.4 µs', '21.3 ms', '1 min 15 s', '2 h 1 min', '2 d 7 h')
     """
     found = number(value)
     if not 0 <= found < 1e12:
         return "–"
+    if 0 < found < 1e-3:
+        return f"{found * 1e6:.3g} µs"
     if found < 1:
         return f"{found * 1e3:.3g} ms"
     if found < 60:

@@ -6,18 +6,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
+from shoal.observe.profile.words import spoken
+
 BAR = 16
 """Characters of the longest bar."""
 NEGLIGIBLE = 5e-4
 """Fraction of a step: a smaller part would be shown as 0.0 %."""
-WORDS = {
-    "data": "waiting for data",
-    "bubble": "pipeline bubble",
-    "save": "saving",
-    "late": "for a late rank",
-    "wire": "on the wire",
-    "wait": "not split",
-}
 
 
 def show_profile(found: Mapping[str, Any], *, as_json: bool, out: TextIO) -> None:
@@ -87,16 +81,6 @@ def _gpu(found: Mapping[str, Any]) -> Iterator[str]:
         sent, seen = gpu["communication_seconds"], gpu["exposed_seconds"]
         yield f"NCCL      {_ms(sent)} of a step, {1 - seen / sent:.0%} of it beside other kernels"
     yield "kernels   " + ", ".join(f"{each['kernel']} {each['fraction']:.0%}" for each in gpu["kernels"][:5])
-
-
-def spoken(name: str) -> str:
-    """A part in words.
-
-    >>> spoken("tp.late"), spoken("forward")
-    ('tp, for a late rank', 'forward')
-    """
-    axis, _, kind = name.rpartition(".")
-    return f"{'all ranks' if axis == 'world' else axis}, {WORDS[kind]}" if axis else WORDS.get(name, name)
 
 
 def _ms(seconds: float) -> str:

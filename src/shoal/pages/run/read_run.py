@@ -19,6 +19,8 @@ from shoal.pages.run.state import State, last_write, state_of
 from shoal.safe_parsing import MOST_BYTES, parse_yaml
 
 MOST_EVENTS = 2_000
+MOST_PROFILE = 2**24
+"""Bytes of a profile: it has the parts of every rank."""
 MOST_RANKS = 1024
 RANK_SAMPLES = 120
 """Steps that are read of each rank's own metrics."""
@@ -37,6 +39,7 @@ class RunRecord:
     environment: Record
     summary: Record
     prediction: Record
+    profile: Record
     metrics: MetricsTable
     events: list[Record] = field(default_factory=list)
     saved_steps: list[int] = field(default_factory=list)
@@ -109,6 +112,7 @@ def read_run(path: Path, *, with_ranks: bool = True) -> RunRecord:
         environment=environment,
         summary=summary,
         prediction=read_object(path / "prediction.json"),
+        profile=read_object(path / "profile.json", MOST_PROFILE),
         metrics=metrics,
         events=list(read_records(path / "events.jsonl", 2**24, lost=lost))[-MOST_EVENTS:],
         saved_steps=_saved_steps(path / "checkpoints"),
@@ -119,8 +123,8 @@ def read_run(path: Path, *, with_ranks: bool = True) -> RunRecord:
 
 def _damaged(path: Path, lost: Counter[str], *, is_recipe: bool) -> list[str]:
     """Files that hold something and gave nothing. One torn line is that of a crash, or is being written."""
-    objects = ("environment.json", "summary.json", "prediction.json")
-    found = [name for name in objects if _holds(path / name) and not read_object(path / name)]
+    objects = ("environment.json", "summary.json", "prediction.json", "profile.json")
+    found = [name for name in objects if _holds(path / name) and not read_object(path / name, MOST_PROFILE)]
     lines = [f"{count:,} lines of {name}" for name, count in lost.items() if count > 1]
     links = [f"{name} is a link" for name in (*objects, "metrics.jsonl", "events.jsonl") if (path / name).is_symlink()]
     return [*([] if is_recipe else ["recipe.yaml"]), *found, *lines, *links]
