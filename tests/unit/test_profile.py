@@ -14,6 +14,7 @@ from shoal.comm.profile.timer import NOTHING, PartTimer, Span, Step, current, en
 from shoal.observe.profile.partition import partition
 from shoal.observe.profile.profile import Profile
 from shoal.observe.profile.record import RankRecord
+from shoal.observe.profile.verdict import Verdict
 from shoal.planner.changes.next_change import next_change
 from shoal.planner.task import Task
 from shoal.predict.cluster_parser import parse_cluster
@@ -114,6 +115,20 @@ def test_a_wait_is_for_the_last_rank_and_then_for_the_wire() -> None:
     assert elsewhere[0].steps == [{"tp.wait": pytest.approx(0.05), "other": 0.05}]
     stages = partition([record(rank, waits[rank], arrived[rank], place={"pp": rank}) for rank in range(2)])
     assert stages[0].steps[0]["bubble"] == pytest.approx(0.03)
+
+
+def test_waits_for_small_buckets_are_told_from_a_slow_link() -> None:
+    def verdict(**sent: int) -> Verdict:
+        waits = [Span("dp_replicate", 10_000_000, "1|1", is_wait=True, end=60_000_000)]
+        ranks = [record(rank, waits, {"1|1": 10_000_000}, place={"dp_replicate": rank}, **sent) for rank in range(2)]
+        return Profile.of(ranks).verdict
+
+    found = verdict(messages=50, bytes=200_000)
+    assert (found.kind, found.title, found.axis) == ("bucket", "buckets too small", "dp_replicate")
+    assert found.cost == pytest.approx(0.5)
+    assert "waits 50% of a step on the wire, for 50 messages of 4.0 kB" in found.evidence
+    assert "bucket_mb=25" in found.next
+    assert {verdict(messages=1, bytes=4_000).kind, verdict(messages=50, bytes=2**23).kind, verdict().kind} == {"link"}
 
 
 def test_a_rank_that_saves_longer_is_no_straggler() -> None:

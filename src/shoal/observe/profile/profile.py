@@ -21,6 +21,7 @@ FIXES = {
     "data": "DataLoader(..., num_workers=4)",
     "straggler": "top -H on its host: other processes, heat, a slow disk; or uneven batches",
     "link": "shoal bench comm, and fewer bytes: a larger batch, zero=1 in place of zero=3, compress=int8",
+    "bucket": "Run(bucket_mb=25)",
     "bubble": "a smaller mb=, so that there are more microbatches",
     "recompute": "recompute=selective or none, if memory allows",
     "saving": "run.save(..., wait=False), or less often",
