@@ -262,6 +262,9 @@ def test_runs_that_no_process_holds(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "summary.json").write_text('{"steps": 150, "was_stopped": false}')
     (tmp_path / "metrics.jsonl").write_text('{"step": 150, "loss": 2}\n{"step": 150, "eval_loss": 1.554345}\n')
     assert live.check_run(tmp_path)[-1].evidence == "step 150 was logged 0 s ago; validation loss 1.554"
+    (tmp_path / "metrics.jsonl").write_text('{"step": "\\u001b[2J", "loss": 1}\n')
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
     (tmp_path / "metrics.jsonl").write_text('{"step": 150, "loss": "nan"}\n')
     only(live.check_run(tmp_path), Level.FAIL, "loss nan", "T0")
     assert main(["doctor", str(tmp_path), "--json"]) == 1

@@ -27,6 +27,8 @@ from shoal.pages.live.ranks import rank_states
 from shoal.pages.live.server import WatchServer
 from shoal.pages.live.watcher import Watcher
 from shoal.pages.run.find_runs import newest_run
+from shoal.pages.run.own_files import tail_records
+from shoal.pages.run.read_run import read_run
 from tests.rejects import rejects
 from tests.run_directories import EVIL, make_hostile_run, make_run, record, write_lines
 
@@ -249,6 +251,17 @@ def test_the_time_that_is_left(duration: str, left: float | None, goal: str) -> 
     now = now_of(records, {"run": {"duration": duration}})
     assert (now.step, now.goal) == (10, goal)
     assert now.left_seconds == pytest.approx(left) if left is not None else now.left_seconds != now.left_seconds
+
+
+def test_samples_are_no_tokens(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 30)
+    assert read_run(path).unit == "tokens"
+    write_lines(
+        path / "metrics.jsonl", [record(step, tokens=step * 16) for step in range(1, 31)]
+    )
+    run = read_run(path)
+    now = now_of(tail_records(path / "metrics.jsonl"), run.recipe)
+    assert (run.unit, now.unit) == ("samples", "samples")
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

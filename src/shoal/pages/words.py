@@ -67,6 +67,15 @@ def duration(value: Any) -> str:
     return f"{whole} s"
 
 
+def printable(words: str) -> str:
+    """A text without control characters: they must not reach a terminal.
+
+    >>> printable("a\\x1b[2Jb\\nc")
+    'a\ufffd[2Jb\ufffdc'
+    """
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in words)
+
+
 def times(many: Any, thing: str) -> str:
     """A count with its noun."""
     found = number(many)

@@ -114,6 +114,17 @@ def _column(values: list[Any]) -> array[float]:
         return array("d", map(number, values))
 
 
+def unit_of(recipe: Mapping[str, Any], step: int, tokens: float) -> str:
+    """What a run counts, before its summary says so: a sample that counts once is no text.
+
+    >>> unit_of({"data": {"global_batch": 8}}, 10, 80), unit_of({"data": {"global_batch": 8}}, 10, 5120)
+    ('samples', 'tokens')
+    """
+    section = recipe.get("data")
+    batch = number(section.get("global_batch")) if isinstance(section, dict) else math.nan
+    return "samples" if step > 0 and tokens == step * batch else "tokens"
+
+
 def are_finite(values: Sequence[float]) -> bool:
     """Whether all values are finite, at the speed of a sum. Values whose sum is too large for a float may be missed.
 

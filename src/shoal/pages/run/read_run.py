@@ -13,7 +13,7 @@ from typing import Any
 from shoal.blueprint.layout import Layout
 from shoal.blueprint.plan import Plan
 from shoal.errors import ShoalError
-from shoal.pages.run.metrics_table import MetricsTable, make_table, number
+from shoal.pages.run.metrics_table import MetricsTable, make_table, number, unit_of
 from shoal.pages.run.own_files import Record, read_object, read_own, read_records, sample_records
 from shoal.pages.run.state import State, last_write, state_of
 from shoal.safe_parsing import MOST_BYTES, parse_yaml
@@ -82,7 +82,11 @@ class RunRecord:
     @property
     def unit(self) -> str:
         """The unit of speed."""
-        return "samples" if self.summary.get("unit") == "samples" else "tokens"
+        known = self.summary.get("unit")
+        if known in ("samples", "tokens"):
+            return str(known)
+        steps, tokens = self.metrics.steps, self.metrics.column("tokens")
+        return unit_of(self.recipe, steps[-1], tokens[-1]) if steps else "tokens"
 
 
 def is_run(path: Path) -> bool:
