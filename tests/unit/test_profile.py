@@ -172,6 +172,7 @@ def test_communication_is_hidden_until_it_is_waited_for() -> None:
 def test_threads_without_a_core_are_the_verdict() -> None:
     found = Profile.of([record(rank, [], {}, threads=8, delay=60_000_000) for rank in range(2)])
     assert found.verdict.kind == "cores"
+    assert str(found).splitlines()[:2] == ["other    100.0 ms 100.0%", "step     100.0 ms"]
     assert found.verdict.evidence == "ranks wait 60% of a step for a core: 2 ranks x 8 threads on 8 cores"
     assert Profile.of([record(0, [], {})]).verdict.kind == "compute"
 
