@@ -256,9 +256,7 @@ def test_the_time_that_is_left(duration: str, left: float | None, goal: str) -> 
 def test_samples_are_no_tokens(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", 30)
     assert read_run(path).unit == "tokens"
-    write_lines(
-        path / "metrics.jsonl", [record(step, tokens=step * 16) for step in range(1, 31)]
-    )
+    write_lines(path / "metrics.jsonl", [record(step, tokens=step * 16) for step in range(1, 31)])
     run = read_run(path)
     now = now_of(tail_records(path / "metrics.jsonl"), run.recipe)
     assert (run.unit, now.unit) == ("samples", "samples")
