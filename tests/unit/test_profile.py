@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.blueprint.plan import Plan
+from shoal.cli.reports.profile import show_profile
 from shoal.comm.profile.axis_overlap import by_axis
 from shoal.comm.profile.timer import NOTHING, PartTimer, Span, Step, current, enter, part, timed_items, waiting
 from shoal.observe.profile.partition import partition
@@ -167,6 +169,20 @@ def test_communication_is_hidden_until_it_is_waited_for() -> None:
     assert found["tp"].exposed == pytest.approx(11e-9)
     assert found["tp"].hidden == pytest.approx(60 / 71)
     assert found["pp"].hidden == 0
+
+
+def test_a_profile_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    waits = [[Span("dp_replicate", begin, "1|1", is_wait=True, end=60_000_000)] for begin in (10_000_000, 40_000_000)]
+    entered = [{"1|1": wait[0].begin} for wait in waits]
+    made = Profile.of([record(rank, waits[rank], entered[rank]) for rank in range(2)], predicted={"other": 0.05})
+    found = {**made.to_mapping(), "ranks_count": 2, "trace": None, "plan": "dp_replicate=2"}
+    out = io.StringIO()
+    show_profile(found, as_json=False, out=out)
+    table = [line for line in out.getvalue().splitlines() if line.startswith("│")]
+    assert table[0].startswith("│ dp_replicate, for a late rank │")
+    assert max(map(len, table)) <= 80
+    assert f"verdict   {made.verdict.title}: {made.verdict.evidence}\n" in out.getvalue()
 
 
 def test_threads_without_a_core_are_the_verdict() -> None:

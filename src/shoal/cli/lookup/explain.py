@@ -48,7 +48,9 @@ def _lints() -> dict[str, ErrorPage]:
     """The rules of the planner, which few readers of a page need."""
     from shoal.planner.lint.lint import RULES
 
-    more = "`shoal plan` and `shoal train` report it with its predicted cost and a fix; docs/concepts/lints.md has more."
+    more = (
+        "`shoal plan` and `shoal train` report it with its predicted cost and a fix; docs/concepts/lints.md has more."
+    )
     texts = {rule: f"{rule.check.__doc__}\n\nEvidence: {rule.evidence}.\n\n{more}" for rule in RULES}
     return {rule.code: ErrorPage(rule.code, rule.title, text) for rule, text in texts.items()}
 
