@@ -176,12 +176,17 @@ def become(folder: str, environment: dict[str, str], files: dict[int, int]) -> N
     os.environ.update(environment)
 
 
+def without_options(words: list[str]) -> list[str]:
+    """Leave out the options of Python, such as those that multiprocessing passes on: -B, -W, -X."""
+    while words[0].startswith("-") and words[0] not in ("-c", "-m"):
+        words = words[2:] if words[0] in ("-W", "-X") else words[1:]
+    return words
+
+
 def run(words: list[str]) -> None:
     """As Python would with these words."""
-    if words[0] == "-u":
-        words = words[1:]
+    words = without_options(words)
     kind, what, *others = words if words[0] in ("-c", "-m") else ("", *words)
-    assert not what.startswith("-"), f"a warm Python knows -c, -m and -u alone, got {words}"
     if kind == "":
         sys.argv = [what, *others]
         sys.path.insert(0, str(Path(what).parent))

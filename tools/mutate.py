@@ -100,7 +100,7 @@ MUTATIONS = [
     # ---- predict
     M(
         "parameters stay gathered under zero=3 instead of the others",
-        "predict/exact/memory.py",
+        "predict/exact/state_memory.py",
         "(plan.zero != 3 or is_pipeline)",
         "(plan.zero == 3 or is_pipeline)",
         "tests/unit/test_predictions.py::test_memory_of_the_zero_paper",

@@ -13,7 +13,7 @@ from shoal.comm.world import World
 from shoal.models import llama
 from shoal.parallel.inspect.live_memory import live_memory, peak_bytes
 from shoal.parallel.inspect.trace_shapes import trace_shapes
-from shoal.predict.exact.memory import Memory, memory
+from shoal.predict.exact.state_memory import Memory, memory
 from shoal.train.run import Run
 from tests.cover import wide
 from tests.dist.compositions import num_layers_for

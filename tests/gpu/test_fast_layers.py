@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.numerics.ops.attention import AttentionRule
 from shoal.numerics.ops.attention_kernels import attended
-from shoal.numerics.ops.linear_cross_entropy import linear_cross_entropy
+from shoal.numerics.ops.fused_linear_cross_entropy import linear_cross_entropy
 from shoal.numerics.ops.rms_norm import _plainly, norm_backward
 from shoal.numerics.ops.swiglu import Activation, activated, swiglu_backward
 from shoal.train.run import Run

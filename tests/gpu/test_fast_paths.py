@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from shoal import Run
 from shoal.data.batch import stream_of_copies, to_device
 from shoal.models.llama import Llama, LlamaConfig
-from shoal.numerics.ops import linear_cross_entropy as fused
-from shoal.numerics.ops.linear_cross_entropy import cross_entropy_, linear_cross_entropy
+from shoal.numerics.ops import fused_linear_cross_entropy as fused
+from shoal.numerics.ops.fused_linear_cross_entropy import cross_entropy_, linear_cross_entropy
 from shoal.numerics.ops.memory_saving_linear import RMSNorm, rms_norm_linear
 from shoal.numerics.optim.adamw import AdamW, _stream_beside
 from shoal.numerics.optim.build import step_scaled
@@ -60,7 +60,7 @@ def test_a_label_that_is_no_word_gives_no_number() -> None:
 
 
 @pytest.mark.parametrize(("autocast", "bound"), [(None, 1e-5), (torch.bfloat16, 1e-2)])
-def test_linear_cross_entropy_in_chunks(
+def test_fused_linear_cross_entropy_in_chunks(
     autocast: torch.dtype | None, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ from shoal.config.recipe import DataSection, LaunchSection, ModelSection, Recipe
 from shoal.errors import ShoalError
 from shoal.launch.local import launch
 from shoal.predict.cluster_parser import parse_cluster
-from shoal.predict.exact.memory import Memory
+from shoal.predict.exact.state_memory import Memory
 from shoal.train.recipe.preflight import Job
 from tests import bench_results
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.numerics.fp8.products import PRECISE, ScaledTensor, product, transposed
-from shoal.numerics.ops import linear_cross_entropy as fused
+from shoal.numerics.ops import fused_linear_cross_entropy as fused
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without products in bfloat16
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal import Run
 from shoal.blueprint.description import Description
 from shoal.models.llama import Llama, LlamaConfig
-from shoal.numerics.ops import linear_cross_entropy as fused
+from shoal.numerics.ops import fused_linear_cross_entropy as fused
 from shoal.train.loss.objective import CrossEntropy
 from tests.rejects import rejects
 

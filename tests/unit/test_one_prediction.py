@@ -19,8 +19,8 @@ from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.estimate.communication import exact_messages, num_exchanges
 from shoal.predict.estimate.rank_share import Degrees
 from shoal.predict.estimate.work import Work
-from shoal.predict.exact.memory import memory
-from shoal.predict.exact.states import exact_exchange
+from shoal.predict.exact.cached_states import exact_exchange
+from shoal.predict.exact.state_memory import memory
 from shoal.predict.exact.traffic import traffic
 from shoal.predict.predict import messages, predict, states
 from shoal.predict.presets.frameworks import SHOAL

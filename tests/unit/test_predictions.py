@@ -38,7 +38,7 @@ from shoal.parallel.context.attention import Attention
 from shoal.parallel.data import ddp
 from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.predict.exact.data_traffic import BUCKET_BYTES
-from shoal.predict.exact.memory import memory
+from shoal.predict.exact.state_memory import memory
 from shoal.predict.exact.traffic import Messages, traffic
 
 D, T, V, LAYERS, BATCH = 64, 16, 128, 4, 16

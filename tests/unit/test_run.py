@@ -389,8 +389,8 @@ def test_misuse_gets_the_error_of_its_rule(make_run: Any, misuse: Any, code: str
 @pytest.mark.parametrize(
     ("name", "value", "fix"),
     [
-        ("attention", "flushed", "'auto', 'cudnn', 'flash', 'efficient' or 'math'"),
-        ("attention", None, "'auto', 'cudnn'"),
+        ("attention", "flushed", "'auto', 'fa4', 'cudnn', 'flash', 'efficient' or 'math'"),
+        ("attention", None, "'auto', 'fa4', 'cudnn'"),
         ("algorithm", "rng", "'ring'"),
         ("bucket_mb", -1, "25"),
         ("bucket_mb", "big", "bucket_mb=25"),

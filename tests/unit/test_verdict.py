@@ -20,10 +20,10 @@ from shoal.comm.heartbeat.ticket import Ticket
 from shoal.launch import cgroup
 from shoal.launch.failure import Failure, write_failure
 from shoal.launch.host_memory import Memory
+from shoal.launch.watch.hang_thresholds import Thresholds
 from shoal.launch.watch.reading import ProcessState, Reading, cpu_of_descendants
 from shoal.launch.watch.report import problem_of
 from shoal.launch.watch.stacks import excerpt, is_debugged, main_frames, outliers
-from shoal.launch.watch.thresholds import Thresholds
 from shoal.launch.watch.verdict import call_of_waiting, find_mismatch, verdict
 from shoal.launch.watch.watcher import Watcher
 

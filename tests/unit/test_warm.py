@@ -34,6 +34,12 @@ def test_it_ends_as_python_does(code: str, ends: int) -> None:
     assert ("no" in ended.stdout + ended.stderr) == ("no" in code)
 
 
+def test_options_of_the_caller_are_taken() -> None:
+    """multiprocessing passes on those of a Python with PYTHONDONTWRITEBYTECODE, or with filters of warnings."""
+    ended = run("-B", "-Wignore", "-X", "dev", "-c", "import sys; print(sys.argv)", "-X")
+    assert ended.stdout == "['-c', '-X']\n", ended.stderr
+
+
 def test_it_has_what_its_caller_has(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys; print(sys.stdin.read(), sys.argv[1:], os.getcwd(), os.environ['OF_A_CALLER'])")

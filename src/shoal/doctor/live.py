@@ -129,9 +129,9 @@ def _judged(
 
 def _verdict(path: Path, after: Mapping[int, dict[str, Any]], pids: Mapping[int, int], phases: str) -> Finding:
     """The verdict of the launcher's own rules, on ranks of which none has moved."""
+    from shoal.launch.watch.hang_thresholds import Thresholds
     from shoal.launch.watch.reading import Reading, read_state
     from shoal.launch.watch.report import problem_of
-    from shoal.launch.watch.thresholds import Thresholds
     from shoal.launch.watch.verdict import verdict
 
     now = time.monotonic()

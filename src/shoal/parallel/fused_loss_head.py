@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from shoal.data.batch import IGNORE
 from shoal.errors import ShoalError
-from shoal.numerics.ops.linear_cross_entropy import capped, linear_cross_entropy
+from shoal.numerics.ops.fused_linear_cross_entropy import capped, linear_cross_entropy
 from shoal.numerics.ops.memory_saving_linear import has_hooks
 from shoal.numerics.precision import wide
 

@@ -7,7 +7,7 @@ plan only by a rule that always holds:
     mb          larger microbatches take more memory: once none of the modes fits, only the largest is tried, of which
                 there is one, and whose gradients need no memory of their own
     schedule    all schedules compute the same: one is tried only if, without any bubble, it could be among the best
-    zero        in a pipeline, shoal holds for 2 and 3 what it holds for 1 (`predict.exact.memory`)
+    zero        in a pipeline, shoal holds for 2 and 3 what it holds for 1 (`predict.exact.state_memory`)
 
 Predictions cannot distinguish plans within 5 % of the best: of these, the simplest comes first. `check_plan` accepts
 every plan that the search returns.

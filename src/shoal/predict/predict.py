@@ -1,7 +1,7 @@
 """One prediction behind every number: what a plan needs of a model on a cluster.
 
-`shoal plan`, the lints, `plan: auto` and `shoal backtest` read `predict`. Its states are `exact.memory`, the count that
-`verify` compares with a run, byte by byte; activations, buffers and seconds are estimates that stand on it.
+`shoal plan`, the lints, `plan: auto` and `shoal backtest` read `predict`. Its states are `exact.state_memory`, the
+count that `verify` compares with a run, byte by byte; activations, buffers and seconds are estimates that stand on it.
 
     states, messages   counted from shapes           exact: verify proves them
     memory             states + activations + ...     estimated: peak of the fullest rank
@@ -16,8 +16,8 @@ from shoal.blueprint.plan import Plan
 from shoal.predict.cluster import Cluster
 from shoal.predict.estimate.peak_memory import PeakMemory, peak_memory
 from shoal.predict.estimate.step_time import StepTime, step_time
-from shoal.predict.exact.memory import Memory, memory
 from shoal.predict.exact.shapes import shapes_of
+from shoal.predict.exact.state_memory import Memory, memory
 from shoal.predict.exact.traffic import Operations, traffic
 from shoal.predict.framework_profile import FrameworkProfile
 from shoal.predict.presets.frameworks import SHOAL

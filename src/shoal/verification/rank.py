@@ -40,7 +40,7 @@ from shoal.parallel.expert.router import Router
 from shoal.parallel.inspect.live_memory import live_memory, peak_bytes
 from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.parallel.parallel_model import ParallelModel
-from shoal.predict.exact.memory import Memory, has_moment, memory
+from shoal.predict.exact.state_memory import Memory, has_moment, memory
 from shoal.predict.exact.traffic import LossTraffic, Messages, traffic
 from shoal.train.build_model import adapt, adapter_of, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of

@@ -23,7 +23,7 @@ from shoal.launch.local import launch
 from shoal.numerics.init import initialise
 from shoal.numerics.optim.build import build_optimizer, set_lr
 from shoal.parallel.inspect.live_memory import num_bytes, peak_bytes
-from shoal.predict.exact.memory import Memory
+from shoal.predict.exact.state_memory import Memory
 from shoal.train.build_model import build_model
 from shoal.train.recipe.build_run import build_loader, build_run
 from shoal.train.recipe.preflight import Job

@@ -15,7 +15,7 @@ from shoal.numerics.lr_schedule import scaled_lr
 from shoal.numerics.optim.build import set_lr
 from shoal.observe.progress import Quiet
 from shoal.parallel.inspect.live_memory import live_memory, peak_bytes
-from shoal.predict.exact.memory import Memory
+from shoal.predict.exact.state_memory import Memory
 from shoal.train.build_model import build_for_layout
 from shoal.train.optim.build import optimizer_of_run
 from shoal.train.recipe.build_run import build_loader, build_run

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from shoal.bench.training.time_steps import RankSteps, time_steps
 from shoal.errors import ShoalError
 from shoal.launch.local import launch
-from shoal.predict.exact.memory import Memory
+from shoal.predict.exact.state_memory import Memory
 from shoal.train.recipe.preflight import Job
 
 WARMUP_STEPS = 3

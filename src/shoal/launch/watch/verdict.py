@@ -32,9 +32,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from shoal.comm.heartbeat.ticket import ANY_SOURCE, Ticket, group_of
+from shoal.launch.watch.hang_thresholds import STEP, Thresholds
 from shoal.launch.watch.lone_call import lone_call
 from shoal.launch.watch.reading import ProcessState, Reading
-from shoal.launch.watch.thresholds import STEP, Thresholds
 
 Kind = Literal["stopped", "mismatch", "gil", "kernel", "never_entered", "alone", "order", "network"]
 

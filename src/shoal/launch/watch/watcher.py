@@ -17,10 +17,10 @@ from typing import Any
 from shoal.comm.heartbeat.board import HeartbeatBoard
 from shoal.errors import Problem
 from shoal.launch.failure import Failure, read_failure
+from shoal.launch.watch.hang_thresholds import Thresholds
 from shoal.launch.watch.reading import ProcessState, Reading, cpu_of_descendants, progress_of, read_state
 from shoal.launch.watch.report import problem_of
 from shoal.launch.watch.stacks import excerpt, is_debugged, outliers, stack_of, stack_of_traceback
-from shoal.launch.watch.thresholds import Thresholds
 from shoal.launch.watch.verdict import Verdict, call_of_waiting, find_mismatch, verdict
 from shoal.launch.worker import heartbeat_path, stack_path
 

@@ -7,7 +7,7 @@ in fp8   linear layers inside of blocks whose features are multiples of 16 and n
 in bf16  embeddings, norms, the logits of the head, which the loss is most sensitive to, routers and experts, and narrow
          layers, for which casting costs more than a faster product saves
 
-A head that computes the loss has its own products for the gradients: `numerics.ops.linear_cross_entropy`.
+A head that computes the loss has its own products for the gradients: `numerics.ops.fused_linear_cross_entropy`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 torch reports the bytes that its allocator has handed out, on CUDA alone and without their purpose. Here every storage
 is counted once, by purpose: parameters as the modules have them now (a gathered one as well as the shard that it was
-gathered from), gradients of either, and the optimizer's state. `predict.exact.memory` predicts the same three numbers.
+gathered from), gradients of either, and the optimizer's state. `predict.exact.state_memory` predicts the same three
+numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from shoal.numerics.local_tensor import is_fsdp, to_local
 from shoal.parallel.parallel_model import ParallelModel
-from shoal.predict.exact.memory import Memory
+from shoal.predict.exact.state_memory import Memory
 
 
 def live_memory(composed: ParallelModel, optimizer: Optimizer) -> Memory:

@@ -16,7 +16,7 @@ from shoal.predict.workload import Workload
 
 CHUNK = 2.0**31
 """Bytes of logits that exist at a time where the loss is fused: `CHUNK_BYTES` of
-`shoal.numerics.ops.linear_cross_entropy`, which imports torch."""
+`shoal.numerics.ops.fused_linear_cross_entropy`, which imports torch."""
 FEW = CHUNK / 8
 """Bytes of logits below which there is but one chunk: the same file."""
 

@@ -9,9 +9,9 @@ from shoal.blueprint.plan import Plan
 from shoal.predict.cluster import Cluster, Link
 from shoal.predict.estimate.rank_share import Degrees, RankShare, StepContext
 from shoal.predict.estimate.work import Work, bytes_in
+from shoal.predict.exact.cached_states import exact_exchange
 from shoal.predict.exact.data_traffic import Exchanged
 from shoal.predict.exact.layer import layer_messages
-from shoal.predict.exact.states import exact_exchange
 from shoal.predict.framework_profile import FrameworkProfile
 from shoal.predict.workload import Workload
 

@@ -41,8 +41,8 @@ from shoal.predict.estimate.rank_share import (
     num_microbatches,
     rank_share,
 )
-from shoal.predict.exact.memory import Memory
-from shoal.predict.exact.states import exact_states
+from shoal.predict.exact.cached_states import exact_states
+from shoal.predict.exact.state_memory import Memory
 from shoal.predict.framework_profile import FrameworkProfile
 from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.workload import Block, Workload

@@ -11,7 +11,7 @@ from shoal.blueprint.model_shapes import ModelShapes, Shapes, is_in
 from shoal.blueprint.placement import StageShapes, Unit
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules.counts import fetches
-from shoal.predict.exact.memory import Alike
+from shoal.predict.exact.state_memory import Alike
 from shoal.predict.exact.step import Message, Step
 
 BUCKET_BYTES = 25 * 2**20

@@ -18,7 +18,8 @@ SHOAL = FrameworkProfile(
     name="shoal",
     is_known_together=False,
     is_exact=True,
-    source="docs/concepts/gpu.md, predict/exact/memory.py: float32 weights, autocast, memory-saving layers, fused loss",
+    source="docs/concepts/gpu.md, predict/exact/state_memory.py: float32 weights, autocast, memory-saving layers, "
+    "fused loss",
     weight=4,
     master=0,
     gradient=4,

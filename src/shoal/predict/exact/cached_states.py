@@ -1,8 +1,8 @@
 """States of a rank of a plan, and what it sends of them, from dimensions: as fast as a search over plans needs it.
 
-`exact.memory` and `exact.traffic` count what `verify` proves, parameter by parameter. A search needs the same layout
-many times, with other microbatches, schedules and recompute, none of which change the states. So the count is cached by
-the other words.
+`exact.state_memory` and `exact.traffic` count what `verify` proves, parameter by parameter. A search needs the same
+layout many times, with other microbatches, schedules and recompute, none of which change the states. So the count is
+cached by the other words.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from shoal.blueprint.model_shapes import Sizes
 from shoal.blueprint.plan import Plan, Precision, Schedule
 from shoal.blueprint.schedules.table import V_SHAPED
 from shoal.predict.exact.data_traffic import Exchanged, exchanged, gathers_of_stages
-from shoal.predict.exact.memory import Alike, Memory, held, memory_of
 from shoal.predict.exact.shapes import shapes_of
+from shoal.predict.exact.state_memory import Alike, Memory, held, memory_of
 from shoal.predict.workload import Workload
 
 ANY_SEQUENCE = 1

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.numerics.ops import linear_cross_entropy as fused
-from shoal.numerics.ops.linear_cross_entropy import linear_cross_entropy
+from shoal.numerics.ops import fused_linear_cross_entropy as fused
+from shoal.numerics.ops.fused_linear_cross_entropy import linear_cross_entropy
 
 IGNORE = -100
 
