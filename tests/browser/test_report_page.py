@@ -55,7 +55,8 @@ EMPTY_COLUMNS = """() => {
   const canvas = document.querySelector(".chart[data-key=loss] canvas");
   const { width, height } = canvas, pixels = canvas.getContext("2d").getImageData(0, 0, width, height).data;
   const wanted = getComputedStyle(document.documentElement).getPropertyValue("--c0").trim().match(/[0-9a-f]{2}/gi);
-  const near = (at) => wanted.every((part, i) => Math.abs(pixels[at + i] - parseInt(part, 16)) < 24) && pixels[at + 3] > 200;
+  const isClose = (at) => (part, i) => Math.abs(pixels[at + i] - parseInt(part, 16)) < 24;
+  const near = (at) => wanted.every(isClose(at)) && pixels[at + 3] > 200;
   let last = null, longest = 0;
   for (let x = 0; x < width; x++) for (let y = 0; y < height; y++) if (near(4 * (y * width + x))) {
     longest = Math.max(longest, last === null ? 0 : x - last);
