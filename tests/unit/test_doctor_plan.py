@@ -240,13 +240,20 @@ def test_a_rank_that_a_signal_has_stopped(run: Live) -> None:
 
 
 def test_a_run_that_moves(run: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, board, _ = run
+    path, board, pids = run
     board.write(0, beat(42, 7, 7))
     board.write(1, beat(42, 7, 7))
     monkeypatch.setattr(time, "sleep", lambda seconds: board.write(1, beat(43, 8, 8)))
     found = live.check_run(path)
     assert [(each.check, each.level) for each in found] == [("ranks", Level.OK), ("progress", Level.OK)]
     assert "1 of 2 ranks move" in found[0].evidence
+    slow = {"straggler_rank": 1, "straggler_late_seconds": 0.25, "straggler_cost_fraction": 0.61}
+    (path / "metrics.jsonl").write_text(
+        f'{json.dumps({"step": 42, "loss": 2.4, **slow})}\n{{"step": 43, "loss": 2.3}}\n'
+    )
+    monkeypatch.setattr(time, "sleep", lambda seconds: board.write(1, beat(44, 9, 9)))
+    words = ("the others wait 61% of the time for rank 1, which is 250 ms late", f"top -H -p {pids[1]}")
+    only(live.check_run(path), Level.WARNING, *words)
 
 
 def test_runs_that_no_process_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

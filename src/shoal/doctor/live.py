@@ -29,6 +29,8 @@ from shoal.safe_parsing import parse_yaml, read_text
 
 WINDOW = 1.5
 """Seconds for which ranks are observed."""
+COSTLY = 0.1
+"""Of the time: a rank that others wait for so long is named."""
 LAST = 2**16
 """Bytes at the end of metrics.jsonl that are read."""
 
@@ -123,8 +125,20 @@ def _judged(
         yield will_fail("ranks", evidence, f"kill -CONT {' '.join(map(str, processes))}")
     elif moving:
         yield ok("ranks", f"{len(moving)} of {len(after)} ranks move ({phases})")
+        yield from _straggler(path, pids)
     else:
         yield _verdict(path, after, pids, phases)
+
+
+def _straggler(path: Path, pids: Mapping[int, int]) -> Iterator[Finding]:
+    """The rank that the others wait for in a run that moves, as the run itself has measured it."""
+    last = next((each for each in records(path) if "straggler_rank" in each), {})
+    rank, cost, late = (last.get(f"straggler_{name}") for name in ("rank", "cost_fraction", "late_seconds"))
+    if not (isinstance(rank, int) and isinstance(cost, float) and isinstance(late, float)) or not COSTLY <= cost <= 1:
+        return
+    evidence = f"the others wait {cost:.0%} of the time for rank {rank}, which is {late * 1e3:.0f} ms late (median)"
+    where = f" -p {pids[rank]}" if rank in pids else ""
+    yield warning("slowest rank", evidence, f"top -H{where}   # other programs, heat, a slow disk; or uneven batches")
 
 
 def _verdict(path: Path, after: Mapping[int, dict[str, Any]], pids: Mapping[int, int], phases: str) -> Finding:
@@ -182,14 +196,18 @@ def ranks_of(folder: Path) -> dict[int, int]:
 
 def last_metrics(path: Path) -> dict[str, Any] | None:
     """The last whole line of the metrics; None: there is none."""
+    return next(records(path), None)
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """The last lines of the metrics, the newest first."""
     with contextlib.suppress(OSError), opened(path / "metrics.jsonl") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - LAST))
         for line in reversed(file.read().splitlines()):
             with contextlib.suppress(ValueError):
                 found = json.loads(line)
                 if isinstance(found, dict) and "step" in found:
-                    return found
-    return None
+                    yield found
 
 
 def _mapping(path: Path) -> dict[str, Any]:
