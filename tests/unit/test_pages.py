@@ -157,6 +157,14 @@ def test_stretches_reach_as_far_as_a_step_that_times_communication(tmp_path: Pat
     assert [each.comm for each in stretches] == [pytest.approx(0.1, rel=0.2)] * 5
 
 
+def test_time_on_a_rank_that_waits_for_no_other_says_so(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 1)
+    for slow, is_said in ((0, True), (1, False)):
+        lines = (record(step, straggler_rank=slow, straggler_cost_fraction=0.6) for step in range(1, 31))
+        write_lines(path / "metrics.jsonl", lines)
+        assert ("the other ranks wait for it 60 % of theirs" in time_spent(read_run(path))) is is_said
+
+
 def test_the_training_time_of_a_dead_run_counts_steps_that_were_not_logged(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", 1)
     write_lines(path / "metrics.jsonl", [record(step, step_seconds=0.5) for step in range(10, 101, 10)])
