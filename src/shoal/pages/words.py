@@ -67,6 +67,15 @@ def duration(value: Any) -> str:
     return f"{whole} s"
 
 
+def memory_size(size: float, whole: float) -> str:
+    """Bytes in the unit that suits the whole of which they are a part.
+
+    >>> memory_size(2**29, 2**33), memory_size(2**21, 2**28)
+    ('0.5 GiB', '2.0 MiB')
+    """
+    return f"{size / 2**30:.1f} GiB" if whole >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
 def printable(words: str) -> str:
     """A text without control characters: they must not reach a terminal.
 

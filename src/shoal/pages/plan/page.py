@@ -9,7 +9,7 @@ from shoal.pages.html import page, section, table, text
 from shoal.pages.parts_bar import parts_bar
 from shoal.pages.plan.scatter import Dot, scatter
 from shoal.pages.sections.layout import layout_of
-from shoal.pages.words import duration, figure, large, percent
+from shoal.pages.words import duration, figure, large, memory_size, percent
 from shoal.planner.answer import MEMORY, Answer, Choice, tradeoff_rows, tradeoffs_of, why_fewer
 from shoal.planner.candidates import check_candidate
 from shoal.planner.search import Candidate
@@ -141,7 +141,7 @@ def _row(choice: Choice) -> Row:
 def _causes(prediction: Prediction) -> str:
     """Memory and time of the first plan, by cause."""
     memory = {name: getattr(prediction.memory, name) for name in MEMORY}
-    body = parts_bar("memory of the fullest rank", memory, lambda size: f"{size / GIB:.1f} GiB")
+    body = parts_bar("memory of the fullest rank", memory, lambda size: memory_size(size, prediction.memory.total))
     body += parts_bar("time of a step", dict(prediction.time.causes()), duration)
     return section("Where memory and time go", body, name="causes")
 
