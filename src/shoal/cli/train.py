@@ -403,7 +403,7 @@ def _append_measurement(job: Job, summary: dict[str, Any]) -> bool:
 
 
 def _write_prediction(job: Job, summary: dict[str, Any]) -> None:
-    """Write what the planner predicts of a model of one's own into the directory of the run, for its page."""
+    """Write what the planner predicts of a model that is no preset into the directory of the run, for its page."""
     from shoal.train.recipe.predict_step import write_prediction
 
     with suppress(Exception):  # no preset for the machine, a model that the planner cannot read, or a full disk
