@@ -19,7 +19,7 @@ LONGEST = 400
 # Control characters, and those that change the direction of the text after them.
 _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
-_FIGURE = re.compile(r"[+-]?[\d.,]+ (?:%|[KMGT]iB|[µm]?s|min|h|d|k|M|B|T)(?:/s)?")
+_FIGURE = re.compile(r"[+-]?[\d.,]+ (?:%|[kKMGT]?i?B|[µm]?s|min|h|d|k|M|T)(?:/s)?")
 
 
 def text(value: Any, most: int = LONGEST) -> str:
