@@ -68,7 +68,8 @@ def comm(name: str = "gloo", ranks: int = 4) -> dict[str, Any]:
     timings = [
         {
             "tier": "within", "kind": "all_reduce", "algorithm": algorithm, "ranks": ranks, "bytes": size,
-            "seconds": 1e-4 + size / 1e9, "bandwidth": size / (1e-4 + size / 1e9), "link_fraction": 0.5, "rounds": 6,
+            "seconds": 1e-4 + size / 1e9, "bandwidth": size / (1e-4 + size / 1e9), "rounds": 6,
+            "bus_bandwidth": 2.5e8, "link_fraction": 0.5,
             "critical_path_bytes": size, "best": algorithm == "ring",
         }
         for algorithm in ("ring", "halving", "tree", name) for size in sizes

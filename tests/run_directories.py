@@ -79,6 +79,14 @@ def make_hostile_run(folder: Path) -> Path:
     )
     (path / "summary.json").write_text(json.dumps(summary))
     (path / "prediction.json").write_text(json.dumps({"step_seconds": EVIL, "memory_gib": 1}))
+    profile = {"steps": EVIL, "verdict": dict.fromkeys(("title", "evidence", "next"), EVIL)}
+    parts = [
+        EVIL,
+        {"part": EVIL, "seconds": 1},
+        {"part": [EVIL], "seconds": 1e308},
+        {"part": f"{EVIL}.late", "seconds": 1},
+    ]
+    (path / "profile.json").write_text(json.dumps({**profile, "parts": parts}))
     events = [{"event": "failed", "step": 9, "time": EVIL, "reason": EVIL, "code": EVIL}, {"event": EVIL, "step": 3}]
     write_lines(path / "events.jsonl", events)
     return path

@@ -6,6 +6,7 @@ site such a file lies under `repository/`, as text. A link to a file that does n
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import posixpath
@@ -54,7 +55,18 @@ def example_report() -> str:
     return make_report([read_run(ROOT / "tools/example_run")])
 
 
-EXAMPLES = {"samples/plan.html": example_plan, "samples/report.html": example_report}
+def example_scale() -> str:
+    """A page of `shoal bench scale`, of the figures that are recorded in tools/example_bench_scale.json."""
+    from shoal.pages.bench.scale import make_page
+
+    return make_page(json.loads((ROOT / "tools/example_bench_scale.json").read_text()))
+
+
+EXAMPLES = {
+    "samples/plan.html": example_plan,
+    "samples/report.html": example_report,
+    "samples/scale.html": example_scale,
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -85,7 +85,7 @@ def cases(seed: int) -> list[Injected]:
           for plan in ("ddp", "zero=3", "tp=2")),
         Injected("rank", "zero=1", "straggler", ranks=3, seconds=drawn(0.5, 1.5), rank=chance.randrange(3)),
         *(Injected("link", plan, "link", seconds=drawn(0.04, 0.1)) for plan in ("ddp", "zero=3", "tp=2")),
-        *(Injected("bucket", "ddp", "link", seconds=drawn(0.02, 0.05)) for _ in range(2)),
+        *(Injected("bucket", "ddp", "bucket", seconds=drawn(0.02, 0.05)) for _ in range(2)),
         *(Injected("recompute", f"{plan} recompute=full", "recompute", seconds=drawn(0.1, 0.4))
           for plan in ("ddp", "zero=3", "tp=2")),
         *(Injected("cores", "ddp", "cores", ranks=ranks, threads=threads) for ranks, threads in ((2, 4), (4, 2))),

@@ -14,7 +14,7 @@ import pytest
 from shoal.pages.report import make_report, write_page
 from shoal.pages.run.read_run import read_run
 from tests.browser.visit import SIZES, Visit
-from tests.run_directories import make_hostile_run, make_run
+from tests.run_directories import make_hostile_run, make_run, record, write_lines
 
 pytestmark = pytest.mark.timeout(300)
 STEPS, RANKS = 100_000, 64
@@ -49,6 +49,34 @@ def test_a_page_without_javascript_shows_curves_and_tables(browser: Any, page_fi
     assert visit.page.locator(".controls:visible").count() == 0
     assert "Died at step 300 of 400" in visit.page.inner_text("body")
     visit.close()
+
+
+EMPTY_COLUMNS = """() => {
+  const canvas = document.querySelector(".chart[data-key=loss] canvas");
+  const { width, height } = canvas, pixels = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+  const wanted = getComputedStyle(document.documentElement).getPropertyValue("--c0").trim().match(/[0-9a-f]{2}/gi);
+  const isClose = (at) => (part, i) => Math.abs(pixels[at + i] - parseInt(part, 16)) < 24;
+  const near = (at) => wanted.every(isClose(at)) && pixels[at + 3] > 200;
+  let last = null, longest = 0;
+  for (let x = 0; x < width; x++) for (let y = 0; y < height; y++) if (near(4 * (y * width + x))) {
+    longest = Math.max(longest, last === null ? 0 : x - last);
+    last = x;
+    break;
+  }
+  return longest / width;
+}"""
+"""The longest stretch between two columns of the loss's curve, as a fraction of the chart."""
+
+
+def test_a_loss_that_is_not_finite_is_a_gap_in_its_curve(browser: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 1)
+    for name, lost in (("whole", range(0)), ("lost", range(100, 201))):
+        lines = (record(step, **({"loss": "nan"} if step in lost else {})) for step in range(1, 301))
+        write_lines(run / "metrics.jsonl", lines)
+        visit = Visit(browser, written(tmp_path / f"{name}.html", run))
+        gap = visit.page.evaluate(EMPTY_COLUMNS)
+        assert gap < 0.02 if name == "whole" else 0.2 < gap < 0.4, f"{name}: {gap}"
+        visit.close()
 
 
 def test_a_hostile_run_does_nothing(browser: Any, tmp_path: Path) -> None:

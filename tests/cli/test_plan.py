@@ -14,8 +14,11 @@ from shoal.blueprint.plan import Plan
 from shoal.cli import main
 from shoal.cli.overrides import parse
 from shoal.cli.train import Train
+from shoal.planner.commands import commands
+from shoal.planner.request import PlanRequest
 from shoal.planner.task import Task
 from shoal.predict.cluster_parser import parse_cluster
+from shoal.predict.presets.models import find_model
 from shoal.predict.workload import Workload
 from tests.cli.host import Host, Started
 from tests.speed import processor_seconds, slowness
@@ -210,6 +213,17 @@ def test_any_module_is_traced(host: Host, tmp_path: Path) -> None:
     told = ended.json
     assert told["parameters"] == 6 * (2 * 512 * 2048 + 2048 + 512)
     assert {"tp=1", "pp=1", "cp=1", "mb=512"} <= set(told["plans"][0]["plan"].split())
+
+
+@pytest.mark.parametrize(("sequence", "is_said"), [(64, True), (1, False)])
+def test_commands_of_a_traced_model_have_the_length_of_its_samples(sequence: int, is_said: bool) -> None:
+    task = Task(
+        workload=find_model("resnet50"), cluster=parse_cluster("h100:8"), sequence=sequence, global_batch=8
+    )  # no transformer, as most traced models
+    request = PlanRequest(model="net.py:build", cluster="h100:8", seq_len=sequence, global_batch=8)
+    made = commands(task, Plan.parse("mb=1").resolve(8), request)["one host"]
+    assert ("--data.seq_len 64" in made) is is_said
+    assert "--model.name net.py:build" in made
 
 
 def test_what_fits_nowhere_ends_with_1_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.pages.run.find_runs import find_runs
 from tests.cli.host import Host
 
 WORDS = [
@@ -42,6 +43,7 @@ def test_a_slow_rank_is_named(host: Host, tmp_path: Path) -> None:
     assert written["verdict"] == found["verdict"]
     assert len(json.loads((tmp_path / "here.json").read_text())["traceEvents"]) > 20
     assert not (tmp_path / "runs/run").exists()
+    assert find_runs(tmp_path)[0].state == "ended"
 
 
 def test_a_slow_disk_is_named_in_a_run_that_saves(host: Host, tmp_path: Path) -> None:
@@ -60,3 +62,34 @@ def test_wrong_numbers_of_steps_are_rejected(host: Host, tmp_path: Path) -> None
     text = " ".join(done.err.read_text().split())
     assert "--steps must be at least 1, got 0" in text
     assert "run.profile must be a number of steps, got the time 3min" in text
+
+
+SLOW = """\
+import time
+from torch import nn
+from shoal.train.profile.operators import OperatorTrace
+
+OperatorTrace.operators = lambda self: (time.sleep(4), {})[1]
+
+class Net(nn.Sequential):
+    def forward(self, images):
+        return super().forward(images)
+
+def build():
+    return Net(nn.Flatten(), nn.Linear(192, 8))
+"""
+
+
+@pytest.mark.wide
+def test_the_time_of_the_profile_itself_is_in_no_step_and_no_hang(host: Host, tmp_path: Path) -> None:
+    """Rank 0 reads its trace for seconds, which the others wait for."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = [*WORDS[: WORDS.index("--model.name")], *WORDS[WORDS.index("--device") :]]
+    words += ["--model.name", "slow.py:build", "--nproc", "2", "--run.per_rank_metrics", "true"]
+    done = host.run("train", *words, "--run.profile", "1step", "--run.duration", "8step", cwd=tmp_path)
+    assert done.code == 0, done.said
+    assert "profile: " in done.said
+    assert "N030" not in done.said
+    for rank in range(2):
+        lines = map(json.loads, (tmp_path / f"runs/run/metrics.rank{rank}.jsonl").read_text().splitlines())
+        assert max(line["step_seconds"] for line in lines if "step_seconds" in line) < 2

@@ -47,6 +47,13 @@ def count(place: Placement, store: dist.Store) -> dict[str, object]:
             dist.all_reduce(torch.ones(2, 5, dtype=torch.float64), group=group)
         else:
             work.wait()
+        for name in ("step", "save", "step"):
+            with phase(name):
+                dist.all_reduce(torch.ones(1), group=group)
+        beating = heart()
+        assert beating is not None
+        beating.beat()
+        found["compared"] = [each.number for each in beating.compared() if each.group == group.group_name]
         return found
 
 
@@ -57,6 +64,7 @@ def test_the_recorder_counts_what_it_did_in_the_versions_that_are_known() -> Non
     assert isinstance(last, Ticket)
     assert (last.number, last.operation, last.inputs(), last.is_done) == (2, "all_reduce", "float64[2, 5]", False)
     assert abs(last.nanoseconds - time.time_ns()) < 60e9
+    assert found["compared"] == [3, 5]  # of steps: while ranks save, one may wait for another
     assert found["counters"][f"gloo/{name}"] == [2, 1]  # type: ignore[index]  # of collectives alone, although torch's count has messages
     assert found["counters"][f"{name}:0>1"][0] == 3 + 1  # type: ignore[index]  # one more in the handshake
     assert found["groups"][name] == ["dp", [0, 1]]  # type: ignore[index]

@@ -144,6 +144,7 @@ def named(kind: str, make: Callable[[float], Profile]) -> Profile:
 def test_a_slow_loader(world: World) -> None:
     found = named("data", lambda scale: profiled(world, "dp_replicate=2", load=0.02 * scale))
     assert "num_workers" in found.verdict.next
+    assert [(rank.record.messages, rank.record.bytes > 0) for rank in found.ranks] == [(1, True)] * 2
 
 
 @pytest.mark.alone

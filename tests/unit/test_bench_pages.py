@@ -11,8 +11,9 @@ import pytest
 
 from shoal.blueprint.collectives.steps import steps
 from shoal.pages.bench.chart import Line, chart, linear_axis, log_axis
+from shoal.pages.bench.comm import make_page as make_comm_page
 from shoal.pages.bench.messages import drawing
-from tests.bench_results import RESULTS, scale, scale_row
+from tests.bench_results import RESULTS, comm, scale, scale_row
 
 HOSTILE = "</title><script>pwned=1</script><img src=x onerror=pwned=1>\"'&\u202e"
 
@@ -95,3 +96,9 @@ def test_axes_have_round_ticks() -> None:
     assert axis.place(2**15) == pytest.approx(0.5)
     line = Line("a", [(1.0, 0.5, 0.4, 0.6)])
     assert "<circle" in chart([line], linear_axis(2.0, str), linear_axis(1.0, str), "one point")
+
+
+def test_the_figure_that_is_compared_with_the_link_is_shown() -> None:
+    page = make_comm_page(comm())
+    assert "<th>bandwidth</th><th>bus bandwidth</th><th>of the link</th>" in page
+    assert "<td>250&nbsp;MB/s</td><td>50&nbsp;%</td>" in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -186,6 +187,9 @@ def test_a_plan_with_other_losses_is_found() -> None:
     (found,) = losses_of(ScaleTable(recipe=TINY, request=request, rows=rows[:2]))
     assert found["are_equal"]
     assert differences({"a": [2.0, 1.0]}, [1.0, 1.0]) == {"a": 1.0}
+    lost = {"a": [1.0, math.nan], "b": [1.0, math.inf]}
+    assert differences(lost, [1.0, 1.0]) == {"a": math.inf, "b": math.inf}
+    assert differences({"a": [1.0, 1.0]}, [1.0, math.nan]) == {"a": math.inf}
 
 
 def shown(render: Callable[[Console, Any], None], found: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -230,7 +231,7 @@ def test_a_taken_port_and_its_process() -> None:
     ("options", "level", "words"),
     [
         ("size=64m", Level.WARNING, ("64 MiB, the default of Docker", "shm-size")),
-        ("size=1m", Level.WARNING, ("1 MiB", "shm-size")),
+        ("size=1m", Level.WARNING, ("has 1 MiB; loaders", "shm-size")),
     ],
 )
 def test_small_shared_memory(options: str, level: Level, words: tuple[str, ...]) -> None:
@@ -364,6 +365,16 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
     only(after(small, writable(tmp_path)), Level.WARNING, "has 1 MiB free")
     only(after(small, writable(tmp_path, 2**31)), Level.FAIL, "2.0 GiB are needed")
+
+
+def test_temporary_files_that_go_elsewhere(tmp_path: Path) -> None:
+    def breaking() -> None:
+        os.environ["TMPDIR"], tempfile.tempdir = str(tmp_path / "none"), None
+
+    words = (f"TMPDIR={tmp_path}/none cannot be used, and temporary files go to /", "unset TMPDIR")
+    only(after(breaking, files.ignored_tmpdir), Level.WARNING, *words)
+    (tmp_path / "none").mkdir()
+    assert after(breaking, files.ignored_tmpdir) == []
 
 
 def test_a_check_of_a_directory_leaves_nothing(tmp_path: Path) -> None:

@@ -232,16 +232,28 @@ def test_a_rank_that_a_signal_has_stopped(run: Live) -> None:
     os.kill(pids[0], signal.SIGSTOP)
     time.sleep(0.05)
     only(live.check_run(path), Level.FAIL, f"rank 0 is stopped by a signal (process {pids[0]})", "kill -CONT")
+    os.kill(pids[1], signal.SIGSTOP)
+    time.sleep(0.05)
+    found = next(each for each in live.check_run(path) if each.check == "ranks")
+    assert found.evidence == f"ranks 0, 1 are stopped by a signal (process {pids[0]}, {pids[1]})"
+    assert found.fix == f"kill -CONT {pids[0]} {pids[1]}"
 
 
 def test_a_run_that_moves(run: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, board, _ = run
+    path, board, pids = run
     board.write(0, beat(42, 7, 7))
     board.write(1, beat(42, 7, 7))
     monkeypatch.setattr(time, "sleep", lambda seconds: board.write(1, beat(43, 8, 8)))
     found = live.check_run(path)
     assert [(each.check, each.level) for each in found] == [("ranks", Level.OK), ("progress", Level.OK)]
     assert "1 of 2 ranks move" in found[0].evidence
+    slow = {"straggler_rank": 1, "straggler_late_seconds": 0.25, "straggler_cost_fraction": 0.61}
+    (path / "metrics.jsonl").write_text(
+        f'{json.dumps({"step": 42, "loss": 2.4, **slow})}\n{{"step": 43, "loss": 2.3}}\n'
+    )
+    monkeypatch.setattr(time, "sleep", lambda seconds: board.write(1, beat(44, 9, 9)))
+    words = ("the others wait 61% of the time for rank 1, which is 250 ms late", f"top -H -p {pids[1]}")
+    only(live.check_run(path), Level.WARNING, *words)
 
 
 def test_runs_that_no_process_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +261,17 @@ def test_runs_that_no_process_holds(tmp_path: Path, capsys: pytest.CaptureFixtur
         live.check_run(tmp_path)
     (tmp_path / "environment.json").write_text("{}")
     only(live.check_run(tmp_path), Level.FAIL, "it was killed, or failed", "shoal train")
+    (tmp_path / "environment.json").write_text('{"host": "node7"}')
+    assert live.check_run(tmp_path)[0].level is Level.WARNING  # it may live there
+    assert "started on 'node7'" in live.check_run(tmp_path)[0].evidence
+    (tmp_path / "summary.json").write_text("[[[")
+    only(live.check_run(tmp_path), Level.FAIL, "summary.json is damaged", "shoal checkpoint verify")
     (tmp_path / "summary.json").write_text('{"steps": 150, "was_stopped": false}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 150, "loss": 2}\n{"step": 150, "eval_loss": 1.554345}\n')
+    assert live.check_run(tmp_path)[-1].evidence == "step 150 was logged 0 s ago; validation loss 1.554"
+    (tmp_path / "metrics.jsonl").write_text('{"step": "\\u001b[2J", "loss": 1}\n')
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
     (tmp_path / "metrics.jsonl").write_text('{"step": 150, "loss": "nan"}\n')
     only(live.check_run(tmp_path), Level.FAIL, "loss nan", "T0")
     assert main(["doctor", str(tmp_path), "--json"]) == 1

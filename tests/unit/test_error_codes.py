@@ -221,6 +221,16 @@ def test_explain_prints_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert [page["code"] for page in json.loads(capsys.readouterr().out)["pages"]] == ["P011", "C001"]
 
 
+def test_explain_prints_a_lint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "SH01", "P011", "--json"]) == 0
+    lint, error = json.loads(capsys.readouterr().out)["pages"]
+    assert (lint["code"], lint["title"], error["code"]) == ("SH01", "tp between nodes", "P011")
+    assert "nothing hides it" in lint["text"]
+    assert "Evidence: 3.6B on 64 A100" in lint["text"]
+    assert main(["explain", "sh1"]) == 2
+    assert "shoal explain SH01" in capsys.readouterr().err
+
+
 def test_explain_lists_all_codes_by_area(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     lines = capsys.readouterr().out.splitlines()

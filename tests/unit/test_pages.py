@@ -24,8 +24,8 @@ from shoal.pages.html import ASSETS, data
 from shoal.pages.report import make_report, write_page
 from shoal.pages.run.findings import findings
 from shoal.pages.run.read_run import read_run
-from shoal.pages.run.time_parts import hidden_by_axis, whole_run
-from shoal.pages.run.verdict import REASON, verdict_of
+from shoal.pages.run.time_parts import hidden_by_axis, over_time, whole_run
+from shoal.pages.run.verdict import REASON, facts, verdict_of
 from shoal.pages.sections.time_spent import time_spent
 from tests.rejects import rejects
 from tests.run_directories import EVIL, make_hostile_run, make_run, record, write_lines
@@ -144,6 +144,33 @@ def test_communication_is_shown_by_axis(tmp_path: Path) -> None:
     assert "Hidden by axis: tp 25" in page
 
 
+def test_stretches_reach_as_far_as_a_step_that_times_communication(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 1)
+    lines = [record(step) for step in range(1, 108)]
+    for line in lines:
+        if line["step"] % 20:
+            del line["comm_seconds"], line["comm_overlap_fraction"]
+    write_lines(path / "metrics.jsonl", lines)
+    stretches = over_time(read_run(path).metrics)
+    assert [each.first for each in stretches] == [1, *(each.last + 1 for each in stretches[:-1])]
+    assert (len(stretches), stretches[-1].last) == (5, 107)
+    assert [each.comm for each in stretches] == [pytest.approx(0.1, rel=0.2)] * 5
+
+
+def test_time_on_a_rank_that_waits_for_no_other_says_so(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 1)
+    for slow, is_said in ((0, True), (1, False)):
+        lines = (record(step, straggler_rank=slow, straggler_cost_fraction=0.6) for step in range(1, 31))
+        write_lines(path / "metrics.jsonl", lines)
+        assert ("the other ranks wait for it 60 % of theirs" in time_spent(read_run(path))) is is_said
+
+
+def test_the_training_time_of_a_dead_run_counts_steps_that_were_not_logged(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 1)
+    write_lines(path / "metrics.jsonl", [record(step, step_seconds=0.5) for step in range(10, 101, 10)])
+    assert dict(fact[:2] for fact in facts(read_run(path)))["Training time"] == "50 s"
+
+
 CAUSES: dict[str, dict[str, Any]] = {
     "Steps wait for data": {"data_wait_seconds": 0.3},
     "Steps wait for communication": {"comm_seconds": 0.3, "comm_overlap_fraction": 0.0},
@@ -171,12 +198,20 @@ def test_what_to_look_at_follows_from_the_metrics(tmp_path: Path, what: str) -> 
 def test_a_page_has_every_part_and_needs_nothing_else(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", 100, ranks=2)
     (path / "prediction.json").write_text(json.dumps({"step_seconds": 0.5, "memory_gib": 1.0, "is_calibrated": False}))
+    parts = [("forward", 0.1, 0.05), ("tp.late", 0.06, None), ("tp.wire", 0.04, 0.02)]
+    keys = ("part", "seconds", "predicted_seconds")
+    verdict = {"title": "link-bound on tp", "evidence": "tp waits", "next": "--plan.tp 1"}
+    found = {"steps": 5, "parts": [dict(zip(keys, each, strict=True)) for each in parts], "verdict": verdict}
+    (path / "profile.json").write_text(json.dumps(found))
     page = page_of(path)
     tags = Tags(page)
     assert [*tags.open, *tags.outside, *tags.handlers] == []
     assert tags.scripts == ["application/json", "script", "script"]
+    profile = page.split("<section id=profile>")[1].split("</section>")[0]
+    assert "<td>tp, for a late rank</td><td>60&nbsp;ms</td><td>30&nbsp;%</td><td>–</td>" in profile
+    assert "link-bound on tp" in profile
     names = re.findall(r"<section id=(\w+)>", page)
-    assert names == ["next", "curves", "time", "ranks", "history", "predicted", "layout", "reproduce"]
+    assert names == ["next", "curves", "time", "profile", "ranks", "history", "predicted", "layout", "reproduce"]
     assert "shoal train &#x27;a b.yaml&#x27;" in page
     assert "'unsafe-inline'" not in page.split("script-src")[1].split(";")[0]
     assert page.count('class="fallback"') == len(json.loads(payload_of(page))["charts"]) == 5
@@ -210,6 +245,21 @@ def test_a_torn_line_long_lines_and_missing_files(tmp_path: Path) -> None:
     (path / "recipe.yaml").write_text("a: [" * 5000)
     (path / "environment.json").write_text("[" * 100_000)
     assert "Died at step 0" in page_of(path)
+
+
+def test_what_is_damaged_is_said(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 30)
+    with open(path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 31, "lo')  # torn by a crash
+    assert read_run(path).damaged == []
+    (path / "summary.json").write_text("[[[")
+    (path / "recipe.yaml").write_bytes(bytes(range(128, 200)))
+    (path / "metrics.jsonl").write_text("\n".join([json.dumps(record(1)), "x", "", '{"step": "1"}', "y"]))
+    (path / "events.jsonl").unlink()
+    (path / "events.jsonl").symlink_to("/etc/hostname")
+    run = read_run(path)
+    assert run.damaged == ["recipe.yaml", "summary.json", "3 lines of metrics.jsonl", "events.jsonl is a link"]
+    assert "Files of the run are damaged" in make_report([run])
 
 
 def test_links_out_of_the_directory_are_not_followed(tmp_path: Path) -> None:
@@ -260,6 +310,17 @@ def test_the_vendored_files_are_those_of_the_package() -> None:
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def test_report_without_a_run_takes_the_newest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report"]) == 2
+    assert "[R071]" in capsys.readouterr().err
+    make_run(tmp_path / "runs/new")
+    assert main(["report"]) == 0
+    assert capsys.readouterr().out.split() == ["runs/new/report.html"]
 
 
 def test_report_writes_into_the_run_or_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

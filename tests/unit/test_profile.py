@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import pytest
 
 from shoal.blueprint.plan import Plan
+from shoal.cli.reports.profile import show_profile
 from shoal.comm.profile.axis_overlap import by_axis
 from shoal.comm.profile.timer import NOTHING, PartTimer, Span, Step, current, enter, part, timed_items, waiting
 from shoal.observe.profile.partition import partition
 from shoal.observe.profile.profile import Profile
 from shoal.observe.profile.record import RankRecord
+from shoal.observe.profile.verdict import Verdict
 from shoal.planner.changes.next_change import next_change
 from shoal.planner.task import Task
 from shoal.predict.cluster_parser import parse_cluster
@@ -116,6 +119,20 @@ def test_a_wait_is_for_the_last_rank_and_then_for_the_wire() -> None:
     assert stages[0].steps[0]["bubble"] == pytest.approx(0.03)
 
 
+def test_waits_for_small_buckets_are_told_from_a_slow_link() -> None:
+    def verdict(**sent: int) -> Verdict:
+        waits = [Span("dp_replicate", 10_000_000, "1|1", is_wait=True, end=60_000_000)]
+        ranks = [record(rank, waits, {"1|1": 10_000_000}, place={"dp_replicate": rank}, **sent) for rank in range(2)]
+        return Profile.of(ranks).verdict
+
+    found = verdict(messages=50, bytes=200_000)
+    assert (found.kind, found.title, found.axis) == ("bucket", "buckets too small", "dp_replicate")
+    assert found.cost == pytest.approx(0.5)
+    assert "waits 50% of a step on the wire, for 50 messages of 4.0 kB" in found.evidence
+    assert "bucket_mb=25" in found.next
+    assert {verdict(messages=1, bytes=4_000).kind, verdict(messages=50, bytes=2**23).kind, verdict().kind} == {"link"}
+
+
 def test_a_rank_that_saves_longer_is_no_straggler() -> None:
     """Rank 0 writes alone while rank 1 waits at the next collective; waits inside of a save are saving, too."""
     spans = [
@@ -154,9 +171,24 @@ def test_communication_is_hidden_until_it_is_waited_for() -> None:
     assert found["pp"].hidden == 0
 
 
+def test_a_profile_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    waits = [[Span("dp_replicate", begin, "1|1", is_wait=True, end=60_000_000)] for begin in (10_000_000, 40_000_000)]
+    entered = [{"1|1": wait[0].begin} for wait in waits]
+    made = Profile.of([record(rank, waits[rank], entered[rank]) for rank in range(2)], predicted={"other": 0.05})
+    found = {**made.to_mapping(), "ranks_count": 2, "trace": None, "plan": "dp_replicate=2"}
+    out = io.StringIO()
+    show_profile(found, as_json=False, out=out)
+    table = [line for line in out.getvalue().splitlines() if line.startswith("│")]
+    assert table[0].startswith("│ dp_replicate, for a late rank │")
+    assert max(map(len, table)) <= 80
+    assert f"verdict   {made.verdict.title}: {made.verdict.evidence}\n" in out.getvalue()
+
+
 def test_threads_without_a_core_are_the_verdict() -> None:
     found = Profile.of([record(rank, [], {}, threads=8, delay=60_000_000) for rank in range(2)])
     assert found.verdict.kind == "cores"
+    assert str(found).splitlines()[:2] == ["other    100.0 ms 100.0%", "step     100.0 ms"]
     assert found.verdict.evidence == "ranks wait 60% of a step for a core: 2 ranks x 8 threads on 8 cores"
     assert Profile.of([record(0, [], {})]).verdict.kind == "compute"
 

@@ -18,7 +18,7 @@ import pytest
 
 from shoal.cli import main
 from shoal.cli.runs.terminal import picture
-from shoal.cli.runs.watch import has_display, newest_run, ssh_line
+from shoal.cli.runs.watch import has_display, ssh_line
 from shoal.observe.events import append_event
 from shoal.pages.live.follow import Cursor, Follower
 from shoal.pages.live.now import now_of
@@ -26,6 +26,9 @@ from shoal.pages.live.page import live_page
 from shoal.pages.live.ranks import rank_states
 from shoal.pages.live.server import WatchServer
 from shoal.pages.live.watcher import Watcher
+from shoal.pages.run.find_runs import newest_run
+from shoal.pages.run.own_files import tail_records
+from shoal.pages.run.read_run import read_run
 from tests.rejects import rejects
 from tests.run_directories import EVIL, make_hostile_run, make_run, record, write_lines
 
@@ -250,6 +253,15 @@ def test_the_time_that_is_left(duration: str, left: float | None, goal: str) -> 
     assert now.left_seconds == pytest.approx(left) if left is not None else now.left_seconds != now.left_seconds
 
 
+def test_samples_are_no_tokens(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 30)
+    assert read_run(path).unit == "tokens"
+    write_lines(path / "metrics.jsonl", [record(step, tokens=step * 16) for step in range(1, 31)])
+    run = read_run(path)
+    now = now_of(tail_records(path / "metrics.jsonl"), run.recipe)
+    assert (run.unit, now.unit) == ("samples", "samples")
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -276,11 +288,11 @@ def test_the_terminal_shows_the_present_ranks_and_events(tmp_path: Path, capsys:
 
 def test_without_a_run_the_newest_is_taken(tmp_path: Path) -> None:
     with rejects("R071", "there is no run"):
-        newest_run(tmp_path)
+        newest_run(tmp_path, fix="shoal ls")
     for name, when in (("a", 100), ("b", 300), ("c", 200)):
         for file in make_run(tmp_path / name, 2).iterdir():
             os.utime(file, (when, when))
-    assert newest_run(tmp_path) == tmp_path / "b"
+    assert newest_run(tmp_path, fix="") == tmp_path / "b"
 
 
 def test_a_host_reached_by_ssh_gets_the_line_to_type() -> None:

@@ -16,7 +16,7 @@ import tyro
 
 from shoal.cli.overrides import parse
 from shoal.cli.reports.profile import show_profile
-from shoal.cli.train import Train, checked_job, run_job
+from shoal.cli.train import Train, checked_job, run_job, write_summary
 from shoal.comm.rendezvous.environment import read_environment
 from shoal.config.duration import Duration
 from shoal.config.recipe import Recipe
@@ -67,6 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         summary = run_job(job, as_train, placement, ranks, start_time, only_profiles=True)
     if is_main:
         found = _finished(summary, options)
+        write_summary(summary)  # a run without one is taken for dead
         show_profile(found, as_json=options.json, out=out)
     return 130 if summary["was_stopped"] else 0
 

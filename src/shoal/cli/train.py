@@ -152,9 +152,10 @@ def _train(options: Train, reading: RecipeReading, start_time: float, out: TextI
 
 
 def _write_result(job: Job, summary: dict[str, Any]) -> bool:
-    """Write the summary and the measurement beside the run; whether the summary was written."""
-    is_written = _write_summary(summary)
-    _append_measurement(job, summary)
+    """Write the summary, the measurement and the prediction beside the run; whether the summary was written."""
+    is_written = write_summary(summary)
+    if not _append_measurement(job, summary):
+        _write_prediction(job, summary)
     return is_written
 
 
@@ -389,14 +390,24 @@ def _print_lints(recipe: Recipe, per_node: int) -> None:
             print(f"shoal: {in_one_line(one)}", file=sys.stderr)
 
 
-def _append_measurement(job: Job, summary: dict[str, Any]) -> None:
-    """Append a row with prediction and measurement to `measured.csv` beside the run, for `shoal backtest`."""
+def _append_measurement(job: Job, summary: dict[str, Any]) -> bool:
+    """Append a row with prediction and measurement to `measured.csv` beside the run, for `shoal backtest`; whether the
+    run now has a prediction, or needs none."""
     made_steps = summary["seconds_to_first_step"] is not None  # else the run was resumed at its end
     if summary["run_directory"] and not summary["was_stopped"] and made_steps:
         from shoal.train.recipe.auto_plan import append_measurement
 
         with suppress(Exception):  # no preset for the machine, or a full disk: the run has ended well anyway
-            append_measurement(job.recipe, summary, Path(summary["run_directory"]).parent / "measured.csv")
+            return append_measurement(job.recipe, summary, Path(summary["run_directory"]).parent / "measured.csv")
+    return True
+
+
+def _write_prediction(job: Job, summary: dict[str, Any]) -> None:
+    """Write what the planner predicts of a model that is no preset into the directory of the run, for its page."""
+    from shoal.train.recipe.predict_step import write_prediction
+
+    with suppress(Exception):  # no preset for the machine, a model that the planner cannot read, or a full disk
+        write_prediction(job.recipe, Path(summary["run_directory"]))
 
 
 def _train_here(
@@ -418,7 +429,7 @@ def _train_here(
         raise failed from error
 
 
-def _write_summary(summary: dict[str, Any]) -> bool:
+def write_summary(summary: dict[str, Any]) -> bool:
     """Write the summary to the run directory, if there is one; whether that worked."""
     from shoal.observe.run_directory import RunDirectory
 

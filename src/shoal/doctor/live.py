@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,6 +29,8 @@ from shoal.safe_parsing import parse_yaml, read_text
 
 WINDOW = 1.5
 """Seconds for which ranks are observed."""
+COSTLY = 0.1
+"""Of the time: a rank that others wait for so long is named."""
 LAST = 2**16
 """Bytes at the end of metrics.jsonl that are read."""
 
@@ -53,8 +57,9 @@ def _progress(path: Path) -> Iterator[Finding]:
         yield ok("progress", "no step has been logged")
         return
     age = time.time() - (path / "metrics.jsonl").stat().st_mtime
-    evidence = f"step {last.get('step')} was logged {_ago(age)}; loss {last.get('loss')}"
-    if isinstance(last.get("loss"), str):  # as metrics write a number that is not finite
+    name, loss = ("loss", last["loss"]) if "loss" in last else ("validation loss", last.get("eval_loss"))
+    evidence = f"step {last['step']} was logged {_ago(age)}; {name} {_short(loss)}"
+    if isinstance(loss, str):  # as metrics write a number that is not finite
         yield will_fail("progress", evidence, "shoal explain T032   # a lower --optim.lr, or --run.on_nan skip")
     else:
         yield ok("progress", evidence)
@@ -65,11 +70,24 @@ def _ended(path: Path) -> Iterator[Finding]:
     summary = path / "summary.json"
     if summary.is_file():
         said = _mapping(summary)
+        if not said:
+            evidence = "no process holds the run, and its summary.json is damaged"
+            yield will_fail("process", evidence, f"shoal checkpoint verify {shlex.quote(str(path))}")
+            return
         how = "was stopped by a signal" if said.get("was_stopped") else "reached its end"
         yield ok("process", f"the run {how} at step {said.get('steps')}")
         return
+    host = _mapping(path / "environment.json").get("host")
+    if host not in (None, platform.node()):
+        evidence = f"no process of this host holds the run, which was started on {str(host)[:80]!r}"
+        yield warning("process", f"{evidence}: whether it lives is seen there alone", f"shoal doctor {path}   # there")
+        return
     evidence = "no process holds the run, and it has no summary: it was killed, or failed"
-    yield will_fail("process", evidence, f"shoal train {path / 'recipe.yaml'}   # resumes from the last checkpoint")
+    yield will_fail(
+        "process",
+        evidence,
+        f"shoal train {shlex.quote(str(path / 'recipe.yaml'))}   # resumes from the last checkpoint",
+    )
 
 
 def _ranks(path: Path, board_path: Path) -> Iterator[Finding]:
@@ -100,12 +118,27 @@ def _judged(
     states = {rank: read_state(pid).letter for rank, pid in pids.items()}
     stopped = [rank for rank, letter in states.items() if letter == "T"]
     if stopped:
-        evidence = f"rank {_listed(stopped)} is stopped by a signal (process {pids[stopped[0]]}); the others wait"
-        yield will_fail("ranks", evidence, f"kill -CONT {pids[stopped[0]]}")
+        processes = [pids[rank] for rank in stopped]
+        which = f"ranks {_listed(stopped)} are" if len(stopped) > 1 else f"rank {stopped[0]} is"
+        others = "; the others wait" if len(stopped) < len(after) else ""
+        evidence = f"{which} stopped by a signal (process {_listed(processes)}){others}"
+        yield will_fail("ranks", evidence, f"kill -CONT {' '.join(map(str, processes))}")
     elif moving:
         yield ok("ranks", f"{len(moving)} of {len(after)} ranks move ({phases})")
+        yield from _straggler(path, pids)
     else:
         yield _verdict(path, after, pids, phases)
+
+
+def _straggler(path: Path, pids: Mapping[int, int]) -> Iterator[Finding]:
+    """The rank that the others wait for in a run that moves, as the run itself has measured it."""
+    last = next((each for each in records(path) if "straggler_rank" in each), {})
+    rank, cost, late = (last.get(f"straggler_{name}") for name in ("rank", "cost_fraction", "late_seconds"))
+    if not (isinstance(rank, int) and isinstance(cost, float) and isinstance(late, float)) or not COSTLY <= cost <= 1:
+        return
+    evidence = f"the others wait {cost:.0%} of the time for rank {rank}, which is {late * 1e3:.0f} ms late (median)"
+    where = f" -p {pids[rank]}" if rank in pids else ""
+    yield warning("slowest rank", evidence, f"top -H{where}   # other programs, heat, a slow disk; or uneven batches")
 
 
 def _verdict(path: Path, after: Mapping[int, dict[str, Any]], pids: Mapping[int, int], phases: str) -> Finding:
@@ -163,14 +196,18 @@ def ranks_of(folder: Path) -> dict[int, int]:
 
 def last_metrics(path: Path) -> dict[str, Any] | None:
     """The last whole line of the metrics; None: there is none."""
+    return next(records(path), None)
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """The last lines of the metrics, the newest first."""
     with contextlib.suppress(OSError), opened(path / "metrics.jsonl") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - LAST))
         for line in reversed(file.read().splitlines()):
             with contextlib.suppress(ValueError):
                 found = json.loads(line)
                 if isinstance(found, dict) and "step" in found:
-                    return found
-    return None
+                    yield found
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -193,6 +230,15 @@ def _age(path: Path) -> float:
         return time.time() - path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+def _short(loss: Any) -> str:
+    """A loss with a few digits; another value as it is.
+
+    >>> _short(1.57055766582489), _short("nan")
+    ('1.571', 'nan')
+    """
+    return f"{loss:.4g}" if isinstance(loss, float) else str(loss)[:20]
 
 
 def _ago(seconds: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from shoal.pages import svg
@@ -88,9 +87,7 @@ def _rounded(steps: list[int], values: list[float]) -> list[list[Any]]:
 def _axis(table: MetricsTable) -> dict[str, list[float]]:
     """Steps, and the tokens and seconds of training at each: the page interpolates between them."""
     rows = range(0, len(table.steps), max(1, len(table.steps) // MOST_TICKS))
-    gaps = [after - before for before, after in zip([0, *table.steps], table.steps, strict=False)]
-    pairs = zip(table.column("step_seconds"), gaps, strict=True)
-    seconds = list(accumulate(each * gap if 0 <= each < math.inf else 0.0 for each, gap in pairs))
+    seconds = table.seconds()
     tokens = table.column("tokens")
     rows = [*rows, len(table.steps) - 1] if table.steps else []  # type: ignore[assignment]
     return {

@@ -13,7 +13,7 @@ from shoal.files import open_regular
 from shoal.pages import curves
 from shoal.pages.html import page, section, text
 from shoal.pages.run.read_run import RunRecord
-from shoal.pages.sections import compare, layout, marks, origin, time_spent, top
+from shoal.pages.sections import compare, layout, marks, origin, profile, time_spent, top
 
 BUTTONS = """\
 <div class="controls" hidden><span class="group" role="group" aria-label="horizontal axis">\
@@ -53,8 +53,8 @@ def report_body(runs: Sequence[RunRecord]) -> tuple[str, dict[str, Any]]:
 
 def _one(run: RunRecord, drawn: str) -> str:
     parts = (
-        top.verdict(run), top.look_next(run), drawn, time_spent.time_spent(run), time_spent.ranks(run),
-        marks.history(run), origin.predicted(run), layout.layout(run), origin.origin(run),
+        top.verdict(run), top.look_next(run), drawn, time_spent.time_spent(run), profile.profile(run),
+        time_spent.ranks(run), marks.history(run), origin.predicted(run), layout.layout(run), origin.origin(run),
     )  # fmt: skip
     return "".join(parts)
 

@@ -11,15 +11,15 @@ from shoal.pages.run.metrics_table import number
 def figure(value: Any, digits: int = 4) -> str:
     """A number with a few digits; a dash if there is none.
 
-    >>> figure(0.000312345), figure(12345.678), figure(None), figure("nan")
-    ('0.0003123', '12,346', '–', '–')
+    >>> figure(0.000312345), figure(9991.4), figure(12345.678), figure(None), figure("nan")
+    ('0.0003123', '9,991', '12,346', '–', '–')
     """
     found = number(value)
     if not math.isfinite(found):
         return "∞" if found == math.inf else "–"
-    if found == 0 or 1e-4 <= abs(found) < 10**digits:
+    if found == 0 or 1e-4 <= abs(found) < 10 ** (digits - 1):
         return f"{found:.{digits}g}"
-    return f"{found:,.0f}" if 10**digits <= abs(found) < 1e15 else f"{found:.{digits - 1}g}"
+    return f"{found:,.0f}" if 10 ** (digits - 1) <= abs(found) < 1e15 else f"{found:.{digits - 1}g}"
 
 
 def large(value: Any) -> str:
@@ -48,12 +48,14 @@ def percent(value: Any) -> str:
 def duration(value: Any) -> str:
     """Seconds in the unit that fits.
 
-    >>> duration(0.0213), duration(75), duration(7300), duration(200_000)
-    ('21.3 ms', '1 min 15 s', '2 h 1 min', '2 d 7 h')
+    >>> duration(2.14e-5), duration(0.0213), duration(75), duration(7300), duration(200_000)
+    ('21.4 µs', '21.3 ms', '1 min 15 s', '2 h 1 min', '2 d 7 h')
     """
     found = number(value)
     if not 0 <= found < 1e12:
         return "–"
+    if 0 < found < 1e-3:
+        return f"{found * 1e6:.3g} µs"
     if found < 1:
         return f"{found * 1e3:.3g} ms"
     if found < 60:
@@ -63,6 +65,24 @@ def duration(value: Any) -> str:
         if whole >= size:
             return f"{whole // size} {unit} {whole % size // part} {of}"
     return f"{whole} s"
+
+
+def memory_size(size: float, whole: float) -> str:
+    """Bytes in the unit that suits the whole of which they are a part.
+
+    >>> memory_size(2**29, 2**33), memory_size(2**21, 2**28)
+    ('0.5 GiB', '2.0 MiB')
+    """
+    return f"{size / 2**30:.1f} GiB" if whole >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def printable(words: str) -> str:
+    """A text without control characters: they must not reach a terminal.
+
+    >>> printable("a\\x1b[2Jb\\nc")
+    'a\ufffd[2Jb\ufffdc'
+    """
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in words)
 
 
 def times(many: Any, thing: str) -> str:

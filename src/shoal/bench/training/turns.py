@@ -6,6 +6,7 @@ round. The slowest rank counts in each step, and the first steps of a turn are l
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -149,11 +150,15 @@ def ratios(case: Case, base: Case, factor: float = 1.0) -> Spread:
 
 
 def differences(losses: Mapping[str, Sequence[float]], base: Sequence[float]) -> dict[str, float]:
-    """Name → the largest relative difference of any step's loss from the base's."""
-    return {
-        name: max(abs(own - other) / max(abs(other), 1e-30) for own, other in zip(series, base, strict=True))
-        for name, series in losses.items()
-    }
+    """Name → the largest relative difference of any step's loss from the base's; infinity if a loss is not finite."""
+    pairs = {name: list(zip(series, base, strict=True)) for name, series in losses.items()}
+    return {name: max(_difference(own, other) for own, other in each) for name, each in pairs.items()}
+
+
+def _difference(own: float, other: float) -> float:
+    """Relative; never NaN, which no comparison would notice."""
+    found = abs(own - other) / max(abs(other), 1e-30)
+    return found if math.isfinite(found) else math.inf
 
 
 def _on_ranks(job: Job, num_steps: int) -> Sequence[RankSteps]:

@@ -21,6 +21,7 @@ from shoal.config.checks.settings import check_incomplete
 from shoal.config.load import RecipeReading
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, raise_if
+from shoal.observe.jsonable import jsonable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -127,14 +128,14 @@ class Outputs:
     def show(self, found: Found, render: Callable[[Console, Found], None]) -> None:
         """Write the files, and print the tables or the JSON."""
         if self.out is not None:
-            self.out.write_text(json.dumps(found, indent=2) + "\n")
+            self.out.write_text(json.dumps(jsonable(found), indent=2) + "\n")
         if self.html is not None:
             from shoal.pages.report import write_page
 
             page = import_module(f"shoal.pages.bench.{found['benchmark']}")
             write_page(self.html, page.make_page(found))
         if self.as_json:
-            print(json.dumps(found), file=self.stdout)
+            print(json.dumps(jsonable(found)), file=self.stdout)
             return
         show(lambda console: render(console, found), self.stdout, width=WIDTH)
         for path, what in ((self.out, "the results"), (self.html, "a page")):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.doctor.finding import Finding, Level, by_severity
+from shoal.pages.words import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,15 +30,20 @@ def render(console: Console, title: str, findings: Sequence[Finding], seconds: f
         table.add_column(no_wrap=overflow == "ignore", overflow="fold")
     for each in by_severity(findings):
         sign, style = STYLES[each.level]
-        text = Text(f"{each.host}: {each.evidence}" if each.host else each.evidence)
+        # Evidence quotes files of runs and names of hosts, which may have control characters.
+        text = Text(_lines(f"{each.host}: {each.evidence}" if each.host else each.evidence))
         if each.fix:
-            text.append(f"\nfix: {each.fix}", style="bold" if each.level is Level.FAIL else "dim")
+            text.append(f"\nfix: {_lines(each.fix)}", style="bold" if each.level is Level.FAIL else "dim")
         table.add_row(Text(f"{sign} {each.level.value}", style=style), each.check, text)
-    console.print(Text(title, style="bold"), highlight=False)
+    console.print(Text(printable(title), style="bold"), highlight=False)
     console.print()
     console.print(table, highlight=False)
     console.print()
     console.print(Text(conclusion(findings, seconds), style=STYLES[worst(findings)][1]), highlight=False)
+
+
+def _lines(words: str) -> str:
+    return "\n".join(map(printable, words.split("\n")))
 
 
 def worst(findings: Sequence[Finding]) -> Level:

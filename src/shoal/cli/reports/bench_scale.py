@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,8 @@ def sentences(found: Found) -> Iterator[str]:
         steps, batch, largest = each["steps"], each["global_batch"], each["largest"]
         if each["are_equal"]:
             yield f"losses of {steps} steps of batch {batch} are equal over all plans, to {largest:.0e} (rounding)"
+        elif largest == math.inf:
+            yield f"losses of batch {batch} are NOT FINITE; a lower --optim.lr, or shoal verify"
         else:
             worst = max(each["differences"], key=lambda name: each["differences"][name])
             yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from shoal.pages.words import memory_size
 from shoal.planner.answer import MEMORY, Answer, Choice, costs_of_run, tradeoff_rows, tradeoffs_of, why_fewer
 from shoal.planner.faults import Faults
 from shoal.predict.cluster import GIB
@@ -129,9 +130,10 @@ def _render_nothing(console: Console, answer: Answer) -> None:
 def _render_causes(console: Console, prediction: Prediction) -> None:
     """Memory and time of one plan, by cause, with bars."""
     memory, time = prediction.memory, prediction.time
-    parts = [(name, getattr(memory, name) / GIB) for name in MEMORY if getattr(memory, name) > 0.005 * memory.total]
-    rows = [[name, f"{gib:.1f} GiB", bar(gib * GIB / memory.total)] for name, gib in parts]
-    _table(console, f"memory of the fullest rank, {memory.total / GIB:.1f} GiB", ["", "", ""], rows, has_head=False)
+    parts = [(name, getattr(memory, name)) for name in MEMORY if getattr(memory, name) > 0.005 * memory.total]
+    rows = [[name, memory_size(size, memory.total), bar(size / memory.total)] for name, size in parts]
+    title = f"memory of the fullest rank, {memory_size(memory.total, memory.total)}"
+    _table(console, title, ["", "", ""], rows, has_head=False)
     causes = sorted(time.causes().items(), key=lambda item: -item[1])
     rows = [[name, seconds(value), bar(value / time.total)] for name, value in causes if value > 0.002 * time.total]
     _table(console, f"time of a step, {seconds(time.total)}", ["", "", ""], rows, has_head=False)

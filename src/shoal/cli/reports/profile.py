@@ -6,18 +6,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-BAR = 16
-"""Characters of the longest bar."""
+from shoal.observe.profile.words import spoken
+
+BAR, SHORT_BAR, WIDE = 16, 9, 90
+"""Characters of the longest bar; of it where a line has less than the third."""
 NEGLIGIBLE = 5e-4
 """Fraction of a step: a smaller part would be shown as 0.0 %."""
-WORDS = {
-    "data": "waiting for data",
-    "bubble": "pipeline bubble",
-    "save": "saving",
-    "late": "for a late rank",
-    "wire": "on the wire",
-    "wait": "not split",
-}
 
 
 def show_profile(found: Mapping[str, Any], *, as_json: bool, out: TextIO) -> None:
@@ -28,24 +22,24 @@ def show_profile(found: Mapping[str, Any], *, as_json: bool, out: TextIO) -> Non
     from rich.console import Console
 
     console = Console(file=out)
-    console.print(_parts(found))
-    for line in _lines(found):
-        console.print(line, markup=False, highlight=False)
+    console.print(_parts(found, BAR if console.width >= WIDE else SHORT_BAR))
+    for line in _lines(found):  # each in one line, to be copied
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _parts(found: Mapping[str, Any]) -> Any:
+def _parts(found: Mapping[str, Any], widest: int) -> Any:
     from rich.table import Table
 
     predicted = found["predicted_step_seconds"]
     title = f"{found['plan']}: {found['steps']} steps of {_ms(found['step_seconds'])} on {found['ranks_count']} ranks"
     table = Table(title=title.replace("on 1 ranks", "on 1 rank"), title_justify="left")
     for name in ("part", "measured", "", "of a step", *(["predicted"] if predicted else [])):
-        table.add_column(name, justify="left" if name in ("part", "") else "right")
+        table.add_column(name, justify="left" if name in ("part", "") else "right", no_wrap=True)
     longest = max(part["fraction"] for part in found["parts"])
     for part in found["parts"]:
         if not (part["fraction"] >= NEGLIGIBLE or part["predicted_seconds"]):
             continue
-        bar = "█" * round(BAR * part["fraction"] / longest)
+        bar = "█" * round(widest * part["fraction"] / longest)
         row = [spoken(part["part"]), _ms(part["seconds"]), bar, f"{part['fraction']:.1%}"]
         seconds = part["predicted_seconds"]
         table.add_row(*row, *([_ms(seconds) if seconds is not None else ""] if predicted else []))
@@ -87,16 +81,6 @@ def _gpu(found: Mapping[str, Any]) -> Iterator[str]:
         sent, seen = gpu["communication_seconds"], gpu["exposed_seconds"]
         yield f"NCCL      {_ms(sent)} of a step, {1 - seen / sent:.0%} of it beside other kernels"
     yield "kernels   " + ", ".join(f"{each['kernel']} {each['fraction']:.0%}" for each in gpu["kernels"][:5])
-
-
-def spoken(name: str) -> str:
-    """A part in words.
-
-    >>> spoken("tp.late"), spoken("forward")
-    ('tp, for a late rank', 'forward')
-    """
-    axis, _, kind = name.rpartition(".")
-    return f"{'all ranks' if axis == 'world' else axis}, {WORDS[kind]}" if axis else WORDS.get(name, name)
 
 
 def _ms(seconds: float) -> str:

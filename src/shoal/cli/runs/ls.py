@@ -14,7 +14,7 @@ import tyro
 from shoal.cli.options import parse_options
 from shoal.cli.reports.console import WIDTH, show
 from shoal.pages.run.find_runs import RunLine, find_runs
-from shoal.pages.words import duration, figure, large
+from shoal.pages.words import duration, figure, large, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,6 +61,6 @@ def _draw(console: Console, found: list[RunLine]) -> None:
         speed = f"{large(line.tokens_per_s)}/s" if line.tokens_per_s is not None else "–"
         cells = (f"{line.step:,}", figure(line.loss), speed, f"{duration(line.age_seconds)} ago", line.host)
         # A name of a folder may have control characters: they must not reach the terminal.
-        path = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in line.path)
-        table.add_row(Text(path), Text(line.state, STYLES[line.state]), *(Text(cell) for cell in cells))
+        name, state = Text(printable(line.path)), Text(line.state, STYLES[line.state])
+        table.add_row(name, state, *(Text(printable(cell)) for cell in cells))
     console.print(table)

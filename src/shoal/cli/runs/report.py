@@ -14,10 +14,12 @@ import tyro
 from shoal.cli.options import parse_options
 from shoal.errors import ShoalError
 from shoal.pages.report import make_report, write_page
+from shoal.pages.run.find_runs import newest_run
 from shoal.pages.run.findings import findings
 from shoal.pages.run.read_run import read_run
 from shoal.pages.run.verdict import verdict_of
 
+RUNS = Path("runs")
 MOST_RUNS = 12
 
 
@@ -29,8 +31,8 @@ class Report:
     shoal report runs/tiny --open
     """
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
-    """Directories of runs."""
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RUN ...]")] = ()
+    """Directories of runs. None: the newest run below runs/."""
 
     output: Path | None = None
     """The file to write; also -o. None: report.html in the directory of the run, of several comparison.html in that of
@@ -50,9 +52,10 @@ def main(arguments: Sequence[str]) -> int:
     if len(options.runs) > MOST_RUNS:
         what = f"one page compares at most {MOST_RUNS} runs, got {len(options.runs)}"
         raise ShoalError(what, fix=f"shoal report {' '.join(map(str, options.runs[:MOST_RUNS]))}", code="R062")
-    runs = [read_run(path) for path in options.runs]
+    paths = options.runs or (newest_run(RUNS, fix="shoal ls FOLDER, which lists the runs below it"),)
+    runs = [read_run(path) for path in paths]
     name = "report.html" if len(runs) == 1 else "comparison.html"
-    path = options.output or options.runs[0] / name
+    path = options.output or paths[0] / name
     page = make_report(runs)
     write_page(path, page)
     if options.json:

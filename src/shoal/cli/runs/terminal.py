@@ -16,7 +16,7 @@ from shoal.pages.run.own_files import Record, read_object, tail_records
 from shoal.pages.run.read_run import is_run, read_recipe
 from shoal.pages.run.state import last_write, state_of
 from shoal.pages.run.metrics_table import number
-from shoal.pages.words import duration, figure, percent
+from shoal.pages.words import duration, figure, percent, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -154,8 +154,3 @@ def _events(records: list[Record]) -> list[RenderableType]:
         style = "red" if kind in ("failed", "not saved") else ""
         lines.append(Text.assemble((f"{when:8}  ", "dim"), (f"{kind:<9}", style), f"  step {each['step']:,}  {words}"))
     return lines
-
-
-def printable(words: str) -> str:
-    """A text without control characters: they must not reach the terminal."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in words)

@@ -16,9 +16,8 @@ import tyro
 
 from shoal.cli.options import parse_options
 from shoal.cli.process import signals_as_exceptions
-from shoal.errors import ShoalError
 from shoal.pages.live.server import WatchServer
-from shoal.pages.run.find_runs import find_runs
+from shoal.pages.run.find_runs import newest_run
 from shoal.pages.run.read_run import is_run
 
 RUNS = Path("runs")
@@ -51,7 +50,7 @@ class Watch:
 def main(arguments: Sequence[str]) -> int:
     """Serve until Ctrl-C; returns 0."""
     options = parse_options(Watch, arguments, prog="shoal watch")
-    path = options.run or newest_run(RUNS)
+    path = options.run or newest_run(RUNS, fix="shoal watch runs/NAME, which waits for it to begin")
     try:
         with signals_as_exceptions():
             if options.tui:
@@ -86,15 +85,6 @@ def _serve(path: Path, options: Watch) -> None:
     finally:
         server.ends.set()
         server.server_close()
-
-
-def newest_run(folder: Path) -> Path:
-    """The run below a folder that was written last."""
-    found = find_runs(folder) if folder.is_dir() else []
-    if not found:
-        what = f"there is no run in {str(folder)!r} and below"
-        raise ShoalError(what, fix="shoal watch runs/NAME, which waits for it to begin", code="R071")
-    return Path(found[0].path)
 
 
 def ssh_line(port: int, environment: Mapping[str, str]) -> str:

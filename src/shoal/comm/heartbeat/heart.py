@@ -43,6 +43,8 @@ STALL = 5
 """Beats without change after which a rank writes its tickets."""
 MOST_TICKETS = 12
 """Newest tickets per channel on the board."""
+TRAINING = ("data", "first steps", "step", "compiled step")
+"""Phases in which ranks should arrive together. In others one rank may work alone: it saves, or reads a profile."""
 EMPTY: dict[str, Any] = {"counters": {}, "groups": {}, "tickets": []}
 """The parts of a beat that grow with the world."""
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 8) + 8
@@ -62,6 +64,9 @@ class Heart:
         self.exchanges: Any = None
         """The board on which ranks exchange numbers without a message, if there is one; its waits are counted too."""
         self.messages = MessageCounter()
+        self._apart: deque[tuple[int, int]] = deque(maxlen=64)
+        """Begin and end of the last times in other phases than those of training, in ns of the clock of tickets."""
+        self._apart_since = time.time_ns()
         self._step_seconds: deque[float] = deque(maxlen=31)
         self._step_began: float | None = None
         self._known: dict[str, Any] = {}
@@ -141,6 +146,10 @@ class Heart:
     def begin(self, phase: str) -> str:
         """Enter a phase; returns the one before."""
         before, self.phase = self.phase, phase
+        if before in TRAINING and phase not in TRAINING:
+            self._apart_since = time.time_ns()
+        elif phase in TRAINING and before not in TRAINING:
+            self._apart.append((self._apart_since, time.time_ns()))
         return before
 
     def begin_step(self, number: int) -> None:
@@ -183,7 +192,13 @@ class Heart:
             samples = {rank: {(group, n): ns for group, n, ns in each["arrived"]} for rank, each in same.items()}
             self.arrivals.add(samples, step_seconds=self._median())
         self._sample = int(time.monotonic() / SAMPLE_EVERY)
-        self.samples.write(self.index, {"number": self._sample, "arrived": sample_of(self._local(recorder.tickets()))})
+        self.samples.write(self.index, {"number": self._sample, "arrived": sample_of(self.compared())})
+
+    def compared(self) -> list[Ticket]:
+        """The last collectives whose arrivals say which rank is slow: those of training, on this host."""
+        apart = [*self._apart, *([] if self.phase in TRAINING else [(self._apart_since, time.time_ns())])]
+        local = self._local(recorder.tickets())
+        return [each for each in local if not any(begin <= each.nanoseconds <= end for begin, end in apart)]
 
     def _local(self, tickets: list[Ticket]) -> list[Ticket]:
         """Those of groups whose ranks are all on this host: of others, the last to arrive may be elsewhere."""

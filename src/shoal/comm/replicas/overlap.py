@@ -20,6 +20,8 @@ class Overlap:
     """The part of it after the last gradient was computed."""
     bytes: int
     """Bytes that this rank has sent."""
+    messages: int = 0
+    """Buckets that were averaged."""
 
     @property
     def part(self) -> float:
@@ -31,12 +33,13 @@ class Overlap:
         """Merge collectives, given as (begin, end), that may overlap; `ready` is when the last gradient was computed.
 
         >>> Overlap.of([(0.0, 2.0), (1.0, 4.0), (6.0, 7.0)], 8, ready=3.0)
-        Overlap(seconds=5.0, exposed=2.0, bytes=8)
+        Overlap(seconds=5.0, exposed=2.0, bytes=8, messages=3)
         """
         busy, exposed, until = 0.0, 0.0, float("-inf")
-        for began, ended in sorted(times):
+        every = sorted(times)
+        for began, ended in every:
             start = max(began, until)
             busy += max(0.0, ended - start)
             exposed += max(0.0, ended - max(start, ready))
             until = max(until, ended)
-        return cls(busy, exposed, num_bytes)
+        return cls(busy, exposed, num_bytes, len(every))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ SECONDS = 4.0
 
 def checks() -> Iterator[Check]:
     """The checks of directories that every run uses."""
+    yield Check("temporary files", ignored_tmpdir)
     yield directory_check("temporary files", Path(tempfile.gettempdir()), "export TMPDIR=/a/directory/of/this/host")
     yield directory_check("working directory", Path.cwd(), "cd SOMEWHERE_ELSE   # or --run.dir SOMEWHERE_ELSE")
 
@@ -116,6 +118,14 @@ def readable(name: str, path: Path, fix: str) -> Iterator[Finding]:
         yield will_fail(name, f"{error.filename or path}: {error.strerror}", fix)
         return
     yield ok(name, f"{path} is readable") if total else will_fail(name, f"{path} is empty", fix)
+
+
+def ignored_tmpdir() -> Iterator[Finding]:
+    """Python takes another directory, without a word, where that of TMPDIR cannot be used."""
+    named, used = os.environ.get("TMPDIR", ""), tempfile.gettempdir()
+    if named and os.path.abspath(named) != used:
+        evidence = f"TMPDIR={named} cannot be used, and temporary files go to {used}"
+        yield warning("temporary files", evidence, f"mkdir -p {shlex.quote(named)}   # or: unset TMPDIR")
 
 
 def home() -> Iterator[Finding]:

@@ -43,7 +43,8 @@ def shared_memory(path: Path = SHM) -> Iterator[Finding]:
         return
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     if total <= DOCKERS:
-        evidence = f"{path} has {size(total)}, the default of Docker; loaders die of a bus error when it is full"
+        whose = ", the default of Docker" if total == DOCKERS else ""
+        evidence = f"{path} has {size(total)}{whose}; loaders die of a bus error when it is full"
         yield warning("shared memory", evidence, larger_shm("8g"))
     elif free < DOCKERS:
         yield warning(

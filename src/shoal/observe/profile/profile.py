@@ -15,12 +15,14 @@ from shoal.observe.profile.partition import RankParts, axis_of, in_order, mean, 
 from shoal.observe.profile.record import RankRecord
 from shoal.observe.profile.trace import write_trace
 from shoal.observe.profile.verdict import Verdict, judge, percentile
+from shoal.observe.profile.words import spoken
 
 FIXES = {
     "compute": 'Run("bf16"), compile=True, or more ranks',
     "data": "DataLoader(..., num_workers=4)",
     "straggler": "top -H on its host: other processes, heat, a slow disk; or uneven batches",
     "link": "shoal bench comm, and fewer bytes: a larger batch, zero=1 in place of zero=3, compress=int8",
+    "bucket": "Run(bucket_mb=25)",
     "bubble": "a smaller mb=, so that there are more microbatches",
     "recompute": "recompute=selective or none, if memory allows",
     "saving": "run.save(..., wait=False), or less often",
@@ -111,8 +113,10 @@ class Profile:
     def __str__(self) -> str:
         parts = self.parts
         total = sum(parts.values())
-        lines = [f"{name:<20} {seconds * 1e3:>8.1f} ms {seconds / total:>6.1%}" for name, seconds in parts.items()]
-        last = [f"{'step':<20} {total * 1e3:>8.1f} ms", f"verdict: {self.verdict.title}: {self.verdict.evidence}"]
+        said = {spoken(name): seconds for name, seconds in parts.items()}
+        wide = max(map(len, said))
+        lines = [f"{name:<{wide}} {seconds * 1e3:>8.1f} ms {seconds / total:>6.1%}" for name, seconds in said.items()]
+        last = [f"{'step':<{wide}} {total * 1e3:>8.1f} ms", f"verdict: {self.verdict.title}: {self.verdict.evidence}"]
         return "\n".join([*lines, *last, f"next: {self.verdict.next}"])
 
 

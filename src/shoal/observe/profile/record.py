@@ -24,6 +24,10 @@ class RankRecord:
     steps: list[Step]
     entered: Mapping[str, int]
     """Collective or message → when it was entered, in ns."""
+    messages: int = 0
+    """Buckets of gradients that replicas average in a step; 0: not known."""
+    bytes: int = 0
+    """That this rank sends for them."""
     device: str = "cpu"
     """The kind of device whose time the spans divide: the main thread of a CPU, or a stream of a GPU."""
 
@@ -32,6 +36,7 @@ class RankRecord:
         return {
             "rank": self.rank, "host": self.host, "place": dict(self.place), "threads": self.threads,
             "cores": self.cores, "entered": dict(self.entered), "device": self.device,
+            "messages": self.messages, "bytes": self.bytes,
             "steps": [{"delay": step.delay, "spans": [_to_list(span) for span in step.spans]} for step in self.steps],
         }  # fmt: skip
 

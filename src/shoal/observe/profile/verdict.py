@@ -19,6 +19,9 @@ NOTED = 0.1
 """Fraction of a step: a smaller cost is no verdict. An assumption, as `arrivals.WARN`."""
 COMPUTING = ("forward", "backward", "recompute", "optimizer", "other")
 """Parts in which nothing is waited for."""
+SMALL_BUCKET = 2**16
+"""Bytes of a bucket: a smaller one travels for less than the time of a round trip, half a millisecond at a gigabit a
+second. An assumption."""
 JITTER = 1.3
 """95th over 50th percentile of the time of a step. An assumption."""
 
@@ -27,6 +30,7 @@ TITLES = {
     "data": "waiting for data",
     "straggler": "waiting for rank {rank}",
     "link": "link-bound on {axis}",
+    "bucket": "buckets too small",
     BUBBLE: "pipeline bubble",
     "recompute": "recomputing activations",
     "saving": "saving checkpoints",
@@ -100,7 +104,7 @@ def _candidates(ranks: Sequence[RankParts], shares: Mapping[str, float]) -> Iter
     ):
         share = shares.get(name, 0.0)
         yield Verdict(kind=kind, cost=share, evidence=f"{share:.0%} {words}")
-    yield from _links(shares)
+    yield from _links(ranks, shares)
     yield from _late(ranks)
     yield from _cores(ranks)
 
@@ -115,7 +119,7 @@ def _idle(shares: Mapping[str, float], utilization: float | None) -> Iterator[Ve
     yield Verdict(kind="idle", cost=cost, evidence=f"{evidence}: the main thread queues kernels too slowly")
 
 
-def _links(shares: Mapping[str, float]) -> Iterator[Verdict]:
+def _links(ranks: Sequence[RankParts], shares: Mapping[str, float]) -> Iterator[Verdict]:
     by_axis: dict[str, float] = defaultdict(float)
     for name, share in shares.items():
         if name.endswith((f".{WIRE}", f".{WHOLE}")):
@@ -123,7 +127,12 @@ def _links(shares: Mapping[str, float]) -> Iterator[Verdict]:
     for axis, share in by_axis.items():
         is_split = f"{axis}.{WHOLE}" not in shares
         where = "on the wire" if is_split else "in communication (not split: the ranks have no common clock)"
-        yield Verdict(kind="link", axis=axis, cost=share, evidence=f"{axis} waits {share:.0%} of a step {where}")
+        evidence, kind = f"{axis} waits {share:.0%} of a step {where}", "link"
+        sent = ranks[0].record
+        if axis == "dp_replicate" and sent.messages > 1 and sent.bytes < SMALL_BUCKET * sent.messages:
+            each = f"{sent.bytes / sent.messages / 1e3:.1f} kB"
+            evidence, kind = f"{evidence}, for {sent.messages} messages of {each}: each takes a round trip", "bucket"
+        yield Verdict(kind=kind, axis=axis, cost=share, evidence=evidence)
 
 
 def _late(ranks: Sequence[RankParts]) -> Iterator[Verdict]:

@@ -64,7 +64,7 @@
       const table = tableOf(run, each, style.isSmooth);
       if (!table) return;
       tables.push([table[0], table[0].map((x) => table[2].get(x) ?? null)]);
-      series.push({ label: name, stroke: color(`--c${number % 6}`), width: 1.5, spanGaps: true, value: (_, v) => short(v), ...style });
+      series.push({ label: name, stroke: color(`--c${number % 6}`), width: 1.5, value: (_, v) => short(v), ...style });
     };
     const many = found.runs.length > 1;
     found.runs.forEach((run, number) => {

@@ -14,6 +14,7 @@ from shoal.pages.html import details, section, table
 from shoal.pages.words import figure, percent
 
 NOTE = "Bytes of the tensor over the time of the slowest rank: dots are measured, dashed lines fitted (α and β)."
+BUS = "The bus bandwidth is that of the bytes on the link, and so what is compared with the link."
 MESSAGES = (
     "Each row is a round, each arrow a message. A rank adds what an orange arrow brings, and keeps what a blue one"
     " brings. gloo's own collectives have no such list."
@@ -61,9 +62,9 @@ def _collective(found: Found, rows: Sequence[Found], title: str) -> str:
     x = log_axis(xs, lambda size: f"{size_of(size, 1024)}B", 4.0)
     y = log_axis(ys, lambda rate: f"{size_of(rate)}B/s", 10.0)
     drawn = chart(lines, x, y, title)
-    head = ("size", "algorithm", "time", "bandwidth", "part of the link")
-    cells = map(_cells, rows)
-    figures = details("figures; * is the fastest of its size", table(head, cells, kind="bench"))
+    head = ("size", "algorithm", "time", "bandwidth", "bus bandwidth", "of the link")
+    figures = f'<p class="note">{BUS}</p>{table(head, map(_cells, rows), kind="bench")}'
+    figures = details("figures; * is the fastest of its size", figures)
     return section(title.replace("_", "-"), drawn + keys(names, dashed="fitted") + figures, note=NOTE)
 
 
@@ -73,6 +74,7 @@ def _cells(row: Found) -> tuple[str, ...]:
         f"{row['algorithm']}{' *' * bool(row['best'])}",
         f"{row['seconds'] * 1e3:.3f} ms",
         f"{size_of(row['bandwidth'])}B/s",
+        f"{size_of(row['bus_bandwidth'])}B/s",
         percent(row["link_fraction"]),
     )
 

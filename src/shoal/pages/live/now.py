@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.config.duration import Duration
 from shoal.errors import ShoalError
-from shoal.pages.run.metrics_table import number
+from shoal.pages.run.metrics_table import number, unit_of
 from shoal.pages.run.own_files import Record
 from shoal.pages.words import duration, figure, large
 
@@ -47,7 +47,7 @@ class Now:
         ]
 
 
-def now_of(records: Sequence[Record], recipe: Mapping[str, Any], unit: str = "tokens") -> Now:
+def now_of(records: Sequence[Record], recipe: Mapping[str, Any]) -> Now:
     """The present after these records, the last one last."""
     trained = [record for record in records if "eval_loss" not in record][-LAST:]
     step = trained[-1]["step"] if trained else 0
@@ -64,7 +64,7 @@ def now_of(records: Sequence[Record], recipe: Mapping[str, Any], unit: str = "to
         step_seconds=seconds,
         memory_gib=(_finite(trained, "memory_gib") or [math.nan])[-1],
         left_seconds=steps_left * seconds,
-        unit=unit,
+        unit=unit_of(recipe, step, number(trained[-1].get("tokens"))) if trained else "tokens",
     )
 
 

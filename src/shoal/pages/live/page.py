@@ -34,7 +34,7 @@ def live_page(path: Path) -> str:
     title = title_of([run])
     state = STATES[run.state]
     found["live"] = {"cursor": str(cursor), "state": state, "title": f"{title} – shoal watch"}
-    figures = now_of(tail_records(path / "metrics.jsonl"), run.recipe, run.unit).words()
+    figures = now_of(tail_records(path / "metrics.jsonl"), run.recipe).words()
     strip = _strip(state, figures if run.state == "running" else ())
     return page(title, RELOADS + top.header([run], "watch") + strip + body, found, scripts=SCRIPTS, is_live=True)
 

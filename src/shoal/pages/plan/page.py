@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterable, Sequence
 
 from shoal.pages.html import page, section, table, text
+from shoal.pages.parts_bar import parts_bar
 from shoal.pages.plan.scatter import Dot, scatter
 from shoal.pages.sections.layout import layout_of
-from shoal.pages.svg import stacked_bar
-from shoal.pages.words import duration, figure, large, percent
+from shoal.pages.words import duration, figure, large, memory_size, percent
 from shoal.planner.answer import MEMORY, Answer, Choice, tradeoff_rows, tradeoffs_of, why_fewer
 from shoal.planner.candidates import check_candidate
 from shoal.planner.search import Candidate
@@ -19,7 +19,6 @@ from shoal.version import __version__
 
 CELLS = 90
 """Cells of the drawing in each direction. Each has a dot for its fastest plan."""
-SHADES = 6
 Row = Sequence[str]
 
 
@@ -142,21 +141,9 @@ def _row(choice: Choice) -> Row:
 def _causes(prediction: Prediction) -> str:
     """Memory and time of the first plan, by cause."""
     memory = {name: getattr(prediction.memory, name) for name in MEMORY}
-    body = _bar("memory of the fullest rank", memory, lambda size: f"{size / GIB:.1f} GiB")
-    body += _bar("time of a step", dict(prediction.time.causes()), duration)
+    body = parts_bar("memory of the fullest rank", memory, lambda size: memory_size(size, prediction.memory.total))
+    body += parts_bar("time of a step", dict(prediction.time.causes()), duration)
     return section("Where memory and time go", body, name="causes")
-
-
-def _bar(title: str, parts: dict[str, float], say: object) -> str:
-    assert callable(say)
-    total = sum(parts.values()) or 1.0
-    shown = sorted(((size, name) for name, size in parts.items() if size > 0.005 * total), reverse=True)
-    colored = [(f"c{number % SHADES}", name, size) for number, (size, name) in enumerate(shown)]
-    bar = stacked_bar([(f"part {kind}", f"{name}: {say(size)}", size / total) for kind, name, size in colored])
-    keys = "".join(
-        f'<li><i class="line {kind}"></i>{text(name)} <b>{text(say(size))}</b></li>' for kind, name, size in colored
-    )
-    return f'<p class="note">{text(title)}, {text(say(sum(parts.values())))}</p>{bar}<ul class="keys">{keys}</ul>'
 
 
 def _why(answer: Answer) -> str:
@@ -166,7 +153,7 @@ def _why(answer: Answer) -> str:
         columns, others = tradeoff_rows(answer, plans)
         cells = [(one.plan.brief(), f"{one.memory.total / GIB:.1f}", duration(one.time.total), *why)
                  for one, why in others]  # fmt: skip
-        body += section(text(label), table(columns, cells))
+        body += section(text(label.capitalize()), table(columns, cells))
     rows = [(one.move, one.plan, one.reason) for one in answer.rejected]
     body += section("Alternatives", table(("change", "plan", "effect"), rows), name="alternatives")
     lints = [(one.code, one.title, one.numbers, f"{one.fix}: {one.saves}" if one.saves else one.fix)

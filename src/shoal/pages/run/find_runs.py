@@ -44,6 +44,14 @@ def find_runs(folder: Path) -> list[RunLine]:
     return sorted(found, key=lambda line: line.age_seconds)
 
 
+def newest_run(folder: Path, *, fix: str) -> Path:
+    """The run below a folder that was written last; raises with this fix if there is none."""
+    found = find_runs(folder) if folder.is_dir() else []
+    if not found:
+        raise ShoalError(f"there is no run in {str(folder)!r} and below", fix=fix, code="R071")
+    return Path(found[0].path)
+
+
 def _folders(folder: Path) -> Iterator[Path]:
     """The folder and those below it. Links, hidden folders and checkpoints are left out; nothing is below a run."""
     ahead, seen = [(folder, 0)], 0

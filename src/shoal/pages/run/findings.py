@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Finding:
 
 def findings(run: RunRecord) -> list[Finding]:
     """All findings of a run, the costliest first."""
-    checks = (_death, _losses, _saves, _data, _communication, _straggler, _jitter, _validation)
+    checks = (_death, _damage, _losses, _saves, _data, _communication, _straggler, _jitter, _validation)
     found = [finding for check in checks for finding in check(run)]
     return sorted(found, key=lambda finding: -finding.weight)
 
@@ -46,6 +47,12 @@ def _death(run: RunRecord) -> Iterator[Finding]:
         code = str(failure.get("code", ""))[:4] if failure else ""
         fix = f"shoal explain {code}" if code.isalnum() else "the last lines that the command printed"
         yield Finding(what, f"{lost} since then will be repeated", fix, 1.0)
+
+
+def _damage(run: RunRecord) -> Iterator[Finding]:
+    if run.damaged:
+        evidence = f"{', '.join(run.damaged)}: what they held is not on this page"
+        yield Finding("Files of the run are damaged", evidence, f"ls -l {shlex.quote(str(run.path))}", 0.96)
 
 
 def _losses(run: RunRecord) -> Iterator[Finding]:
@@ -80,14 +87,14 @@ def _saves(run: RunRecord) -> Iterator[Finding]:
     stall, total = number(run.summary.get("save_stall_seconds")), number(run.summary.get("seconds_training"))
     if total > 0 and stall / total >= 0.02:
         evidence = f"{duration(stall)}, {percent(stall / total)} of the time, measured"
-        yield Finding("Training waits for saves", evidence, "--checkpoint.every, a faster disk", stall / total)
+        yield Finding("Training waits for saves", evidence, "--checkpoint.every 30min, a faster disk", stall / total)
 
 
 def _data(run: RunRecord) -> Iterator[Finding]:
     parts = whole_run(run.metrics)
     if parts is not None and parts.data >= WORTH:
         evidence = f"{percent(parts.data)} of the time of a step, measured"
-        yield Finding("Steps wait for data", evidence, "--data.workers, --data.prefetch, a faster disk", parts.data)
+        yield Finding("Steps wait for data", evidence, "--data.workers 4 --data.prefetch 4", parts.data)
 
 
 def _communication(run: RunRecord) -> Iterator[Finding]:
@@ -97,9 +104,14 @@ def _communication(run: RunRecord) -> Iterator[Finding]:
         yield Finding(
             "Steps wait for communication",
             evidence,
-            "shoal bench comm; a larger batch per rank, or compress",
+            f"{_profile(run)}: which axis, and what to change",
             parts.comm,
         )
+
+
+def _profile(run: RunRecord) -> str:
+    """The command that says where the time of a step of this run goes."""
+    return f"shoal profile {shlex.quote(str(run.path / 'recipe.yaml'))}"
 
 
 def _straggler(run: RunRecord) -> Iterator[Finding]:
@@ -113,7 +125,7 @@ def _straggler(run: RunRecord) -> Iterator[Finding]:
         stands_out = True
     if cost >= WORTH and stands_out and math.isfinite(rank):
         evidence = f"{duration(late)} late (median); at least {percent(cost)} of the time"
-        yield Finding(f"All wait for rank {rank:.0f}", evidence, "top -H on its host; nvidia-smi -q -d CLOCK", cost)
+        yield Finding(f"All wait for rank {rank:.0f}", evidence, "shoal doctor on its host; top -H there", cost)
 
 
 def _jitter(run: RunRecord) -> Iterator[Finding]:
@@ -124,9 +136,7 @@ def _jitter(run: RunRecord) -> Iterator[Finding]:
     if middle > 0 and high / middle > JITTER:
         cost = statistics.fmean(seconds) / middle - 1
         evidence = f"one step in 20 takes {duration(high)} or more, the median {duration(middle)}"
-        yield Finding(
-            "Steps are uneven", evidence, "other programs on these cores; saves and evaluations", max(0.01, cost)
-        )
+        yield Finding("Steps are uneven", evidence, "top -H: other programs; saves and evaluations", max(0.01, cost))
 
 
 def _validation(run: RunRecord) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from operator import itemgetter, lt
 from types import NoneType
 from typing import Any
@@ -52,6 +52,12 @@ class MetricsTable:
         """The finite values of a key from a row on."""
         values = self.column(name)[start:]
         return list(values) if are_finite(values) else [value for value in values if math.isfinite(value)]
+
+    def seconds(self) -> list[float]:
+        """Seconds of training until each row. Not every step has a row: those before it count as long as it."""
+        gaps = [after - before for before, after in zip([0, *self.steps], self.steps, strict=False)]
+        pairs = zip(self.column("step_seconds"), gaps, strict=True)
+        return list(accumulate(each * gap if 0 <= each < math.inf else 0.0 for each, gap in pairs))
 
     @property
     def warmup(self) -> int:
@@ -106,6 +112,17 @@ def _column(values: list[Any]) -> array[float]:
         return array("d", values if set(map(type, values)) <= {float, int} else map(number, values))
     except OverflowError:  # a whole number that no float can hold
         return array("d", map(number, values))
+
+
+def unit_of(recipe: Mapping[str, Any], step: int, tokens: float) -> str:
+    """What a run counts, before its summary says so: a sample that counts once is no text.
+
+    >>> unit_of({"data": {"global_batch": 8}}, 10, 80), unit_of({"data": {"global_batch": 8}}, 10, 5120)
+    ('samples', 'tokens')
+    """
+    section = recipe.get("data")
+    batch = number(section.get("global_batch")) if isinstance(section, dict) else math.nan
+    return "samples" if step > 0 and tokens == step * batch else "tokens"
 
 
 def are_finite(values: Sequence[float]) -> bool:

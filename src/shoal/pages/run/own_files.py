@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -46,14 +47,18 @@ def read_object(path: Path, most: int = 2**20) -> Record:
     return found if isinstance(found, dict) else {}
 
 
-def read_records(path: Path, most: int = MOST_WHOLE) -> Iterator[Record]:
-    """The records of a file with one JSON object per line, each with a whole number `step`; a torn line is left out."""
+def read_records(path: Path, most: int = MOST_WHOLE, *, lost: Counter[str] | None = None) -> Iterator[Record]:
+    """The records of a file with one JSON object per line, each with a whole number `step`; a torn line is left out,
+    and counted in `lost` under the file's name."""
     try:
         with open_own(path) as file:
             size = os.fstat(file.fileno()).st_size
             lines = iter(file) if size <= most else sampled_lines(file, size, most // 2**12)
             while chunk := list(islice(lines, TOGETHER)):
-                yield from filter(is_record, parse_lines(chunk))
+                found = list(filter(is_record, parse_lines(chunk)))
+                if lost is not None and len(found) < len(chunk):
+                    lost[path.name] += sum(not line.isspace() for line in chunk) - len(found)
+                yield from found
     except OSError:
         return
 

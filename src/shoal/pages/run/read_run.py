@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 from shoal.blueprint.layout import Layout
 from shoal.blueprint.plan import Plan
 from shoal.errors import ShoalError
-from shoal.pages.run.metrics_table import MetricsTable, make_table, number
+from shoal.pages.run.metrics_table import MetricsTable, make_table, number, unit_of
 from shoal.pages.run.own_files import Record, read_object, read_own, read_records, sample_records
 from shoal.pages.run.state import State, last_write, state_of
 from shoal.safe_parsing import MOST_BYTES, parse_yaml
 
 MOST_EVENTS = 2_000
+MOST_PROFILE = 2**24
+"""Bytes of a profile: it has the parts of every rank."""
 MOST_RANKS = 1024
 RANK_SAMPLES = 120
 """Steps that are read of each rank's own metrics."""
@@ -36,12 +39,15 @@ class RunRecord:
     environment: Record
     summary: Record
     prediction: Record
+    profile: Record
     metrics: MetricsTable
     events: list[Record] = field(default_factory=list)
     saved_steps: list[int] = field(default_factory=list)
     """Steps of the checkpoints that are there now."""
     ranks: dict[int, list[Record]] = field(default_factory=dict)
     """Sampled records of each rank, where each has written its own."""
+    damaged: list[str] = field(default_factory=list)
+    """Files that are there and cannot be read, and the number of lines that were left out of others."""
 
     @property
     def step(self) -> int:
@@ -76,7 +82,11 @@ class RunRecord:
     @property
     def unit(self) -> str:
         """The unit of speed."""
-        return "samples" if self.summary.get("unit") == "samples" else "tokens"
+        known = self.summary.get("unit")
+        if known in ("samples", "tokens"):
+            return str(known)
+        steps, tokens = self.metrics.steps, self.metrics.column("tokens")
+        return unit_of(self.recipe, steps[-1], tokens[-1]) if steps else "tokens"
 
 
 def is_run(path: Path) -> bool:
@@ -94,7 +104,8 @@ def read_run(path: Path, *, with_ranks: bool = True) -> RunRecord:
         raise ShoalError(what, fix=f"shoal ls {path}", code="R060")
     summary, environment = read_object(path / "summary.json"), read_object(path / "environment.json")
     text = _recipe_text(path)
-    recipe = _recipe(text)
+    recipe, lost = _recipe(text), Counter[str]()
+    metrics = make_table(read_records(path / "metrics.jsonl", lost=lost))
     return RunRecord(
         path=path,
         name=_name(path, recipe),
@@ -105,11 +116,26 @@ def read_run(path: Path, *, with_ranks: bool = True) -> RunRecord:
         environment=environment,
         summary=summary,
         prediction=read_object(path / "prediction.json"),
-        metrics=make_table(read_records(path / "metrics.jsonl")),
-        events=list(read_records(path / "events.jsonl", 2**24))[-MOST_EVENTS:],
+        profile=read_object(path / "profile.json", MOST_PROFILE),
+        metrics=metrics,
+        events=list(read_records(path / "events.jsonl", 2**24, lost=lost))[-MOST_EVENTS:],
         saved_steps=_saved_steps(path / "checkpoints"),
         ranks=_ranks(path) if with_ranks else {},
+        damaged=_damaged(path, lost, is_recipe=bool(recipe)),
     )
+
+
+def _damaged(path: Path, lost: Counter[str], *, is_recipe: bool) -> list[str]:
+    """Files that hold something and gave nothing. One torn line is that of a crash, or is being written."""
+    objects = ("environment.json", "summary.json", "prediction.json", "profile.json")
+    found = [name for name in objects if _holds(path / name) and not read_object(path / name, MOST_PROFILE)]
+    lines = [f"{count:,} lines of {name}" for name, count in lost.items() if count > 1]
+    links = [f"{name} is a link" for name in (*objects, "metrics.jsonl", "events.jsonl") if (path / name).is_symlink()]
+    return [*([] if is_recipe else ["recipe.yaml"]), *found, *lines, *links]
+
+
+def _holds(path: Path) -> bool:
+    return _is_file(path) and bool(read_own(path, 1))
 
 
 def read_recipe(path: Path) -> Record:

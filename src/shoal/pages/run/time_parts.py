@@ -6,6 +6,7 @@ The parts add to 1 by construction. Only communication that is not overlapped wi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -82,9 +83,18 @@ def whole_run(table: MetricsTable) -> TimeParts | None:
 
 
 def over_time(table: MetricsTable, number: int = 48) -> list[TimeParts]:
-    """The parts of consecutive stretches of the run."""
+    """The parts of consecutive stretches of the run. Not every step times its communication, so a stretch reaches as
+    far as to a step that does: without one, it would look as if nothing was sent."""
     rows = len(table.steps)
     number = min(number, rows // 5)
     edges = [rows * index // number for index in range(number + 1)] if number > 1 else []
+    if any(_is_timed(table, 0, rows)):
+        edges = [0, *(stop for start, stop in pairwise(edges) if any(_is_timed(table, start, stop)))]
+        edges[-1] = rows
     found = (time_parts(table, start, stop) for start, stop in pairwise(edges))
     return [parts for parts in found if parts is not None]
+
+
+def _is_timed(table: MetricsTable, start: int, stop: int) -> Iterator[bool]:
+    """Whether steps between two rows have timed their communication, by axis."""
+    return (_seconds(table, axis, start, stop) is not None for axis in ("", *(f"_{each}" for each in AXES)))

@@ -98,7 +98,7 @@ def facts(run: RunRecord) -> list[tuple[str, str, str]]:
     memory = memory if math.isfinite(memory) else run.metrics.last("memory_gib") or math.nan
     found.append(("Memory", f"{figure(memory, 3)} GiB", "peak, measured"))
     trained = number(run.summary.get("seconds_training"))
-    trained = trained if math.isfinite(trained) else sum(run.metrics.finite("step_seconds"))
+    trained = trained if math.isfinite(trained) else (run.metrics.seconds() or [math.nan])[-1]
     tokens = run.metrics.last("tokens")
     found.append(("Training time", duration(trained), f"{large(tokens)} {run.unit}"))
     return found

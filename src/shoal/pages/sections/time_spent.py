@@ -6,6 +6,7 @@ import math
 import statistics
 
 from shoal.pages.html import section, text
+from shoal.pages.run.findings import WORTH
 from shoal.pages.run.metrics_table import number
 from shoal.pages.run.read_run import RunRecord
 from shoal.pages.run.time_parts import TimeParts, hidden_by_axis, over_time, whole_run
@@ -13,6 +14,7 @@ from shoal.pages.svg import heat_map, stacked_bar, stacked_columns
 from shoal.pages.words import duration, percent
 
 NAMES = {"data": "waiting for data", "comm": "communication, not hidden", "other": "computation and other"}
+STRAGGLER = ("straggler_rank", "straggler_cost_fraction")
 LATEST = 1.5
 """A step of a rank that takes this many times the median has the darkest shade."""
 
@@ -35,6 +37,9 @@ def time_spent(run: RunRecord) -> str:
     elif run.layout is not None and run.layout.world_size > 1:
         hidden = "Communication was not timed under this plan: it is part of computation and other."
     note = f"Measured on rank 0 over steps {parts.first:,} to {parts.last:,}, without the first fifth. {hidden}"
+    rank, cost = (run.metrics.last(name) for name in STRAGGLER)
+    if rank == 0 and cost is not None and cost >= WORTH:
+        note += f" This is the time of rank 0: the other ranks wait for it {percent(cost)} of theirs."
     columns = [
         (
             f"steps {each.first:,} to {each.last:,}: "
@@ -76,7 +81,7 @@ def ranks(run: RunRecord) -> str:
 
 
 def _slowest(run: RunRecord) -> str:
-    rank, cost = (run.metrics.last(name) for name in ("straggler_rank", "straggler_cost_fraction"))
+    rank, cost = (run.metrics.last(name) for name in STRAGGLER)
     if rank is None or cost is None:
         return '<p class="note">No straggler was measured.</p>'
     return f'<p class="note">Straggler: rank {rank:.0f}, for which the others wait {percent(cost)} of the time.</p>'

@@ -124,7 +124,8 @@ class DDPSync(GradientSync):
         seconds = numbers.get("backward_comm_time", 0) * 1e-9
         degree = module.process_group.size()
         sent = 2 * (degree - 1) * numbers["total_parameter_size_bytes"] // degree
-        return Overlap(seconds, seconds - numbers.get("backward_compute_comm_overlap_time", 0) * 1e-9, sent)
+        exposed = seconds - numbers.get("backward_compute_comm_overlap_time", 0) * 1e-9
+        return Overlap(seconds, exposed, sent, numbers.get("num_buckets_reduced", 0))
 
 
 def _is_timed(step: int) -> bool:

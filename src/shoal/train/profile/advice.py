@@ -23,6 +23,7 @@ from shoal.train.run import Run
 TO_TYPE = {
     "compute": "nothing to change: the time is the model's own arithmetic; more ranks, or --run.compile true",
     "idle": "--run.compile true, or a larger --plan.mb: fewer and larger kernels",
+    "bucket": "--run.bucket_mb 25",
     "data": "--data.workers 4, or data on a faster disk",
     "bubble": "--plan.mb 1, or another size that gives more microbatches",
     "recompute": "--plan.recompute selective, or none, if memory allows",
@@ -58,8 +59,8 @@ class Advice:
         if verdict.kind == "cores":
             return self._fix_cores()
         bucket = self.recipe.run.bucket_mb
-        if verdict.kind == "link" and verdict.axis.startswith("dp_") and isinstance(bucket, float) and bucket < 1:
-            return f"--run.bucket_mb auto in place of {bucket:g}: small buckets are many messages"
+        if verdict.kind == "bucket" and isinstance(bucket, float):
+            return f"--run.bucket_mb auto in place of {bucket:g}"
         with suppress(Exception):
             if (found := self._priced(verdict)) is not None:
                 return str(found)

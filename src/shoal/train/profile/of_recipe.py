@@ -7,10 +7,13 @@ step   1   2 │ 3 │ 4   5   6   7   8 │ 9   10
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shoal.comm.heartbeat.heart import phase
 from shoal.config.recipe import Recipe
 from shoal.observe.profile.kernels import Kernel, gpu_use
 from shoal.observe.profile.profile import Profile
@@ -42,9 +45,12 @@ class RecipeProfile:
         *,
         is_only: bool = False,
         mfu: Callable[[float], float | None] = lambda seconds: None,
+        leave_out: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.mfu = mfu
         """Seconds of a step → the utilization of its FLOPs; None: not known."""
+        self.leave_out = leave_out
+        """Called with the seconds that the profile itself has taken, which are no part of a step."""
         self.run, self.recipe, self.steps, self.directory, self.note = run, recipe, steps, directory, note
         self.is_only = is_only
         """Whether the run exists for its profile."""
@@ -66,7 +72,8 @@ class RecipeProfile:
         """End a profile that the end of the run has cut short. Every rank calls it."""
         if self._profiler is not None and self._result is None:
             if self._profiler.steps_timed:
-                self._report()
+                with self._own_time():
+                    self._report()
             else:
                 self._profiler.stop()
                 self.note("profile: the run ended before a step was timed")
@@ -92,10 +99,21 @@ class RecipeProfile:
         elif self._made == FIRST + WARMUP + self.steps:
             assert self._profiler is not None
             self._profiler.stop()
-            self._operators = OperatorTrace.begin(self.run.device) if self.run.is_main else None
+            with self._own_time():
+                self._operators = OperatorTrace.begin(self.run.device) if self.run.is_main else None
+                self.run.world.barrier()
         elif self._made == steps_needed(self.steps):
-            self._report()
+            with self._own_time():
+                self._report()
             self.run.after_update = None
+
+    @contextmanager
+    def _own_time(self) -> Iterator[None]:
+        """Work of the profile between two steps. The others wait for rank 0, which reads its trace for seconds."""
+        begin = time.perf_counter()
+        with phase("profile"):
+            yield
+        self.leave_out(time.perf_counter() - begin)
 
     def _report(self) -> None:
         """Gather, judge and write."""

@@ -173,8 +173,8 @@ class Profiler:
     def _fix(self, verdict: Verdict) -> str:
         """What a script changes."""
         bucket = self.run.policies.sync.bucket_mb
-        if verdict.kind == "link" and verdict.axis == "dp_replicate" and isinstance(bucket, float) and bucket < 1:
-            return f"no bucket_mb={bucket:g}: small buckets are many messages"
+        if verdict.kind == "bucket" and isinstance(bucket, float):
+            return f'Run(bucket_mb="auto") in place of {bucket:g}'
         return FIXES[verdict.kind]
 
     def _overlap(self) -> dict[str, float]:
@@ -195,7 +195,19 @@ class Profiler:
         cores = num_cores()
         steps = self.timer.steps[self.warmup :]
         device = self.run.device.type
-        return RankRecord(rank, _host(), place, torch.get_num_threads(), cores, steps, self.timer.entered, device)
+        sent = max(self._overlaps[self.warmup :], key=lambda each: each.messages, default=None)
+        return RankRecord(
+            rank,
+            _host(),
+            place,
+            torch.get_num_threads(),
+            cores,
+            steps,
+            self.timer.entered,
+            messages=0 if sent is None else sent.messages,
+            bytes=0 if sent is None else sent.bytes,
+            device=device,
+        )
 
 
 def profile(run: Run, *, warmup: int = 1) -> Profiler:

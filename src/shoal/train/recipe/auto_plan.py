@@ -84,13 +84,13 @@ def _suggestions(recipe: Recipe, task: Task) -> Iterator[str]:
             yield f"{flag}: {best[0].plan.brief()} takes {best[0].memory.total / GIB:.1f} GiB"
 
 
-def append_measurement(recipe: Recipe, summary: Mapping[str, Any], path: Path) -> None:
+def append_measurement(recipe: Recipe, summary: Mapping[str, Any], path: Path) -> bool:
     """Append the run to a table that `shoal backtest` reads, and write `prediction.json` into its directory. A model
-    whose config lacks dimensions adds neither."""
+    whose config lacks dimensions adds neither: then False."""
     model = without_memory(lambda: build_model(recipe.model))
     dimensions = None if model is None else dimensions_of(model)
     if dimensions is None:
-        return
+        return False
     workload = Workload(name=recipe.model.name, **dimensions)
     cluster = replace(cluster_for(recipe.launch.device), per_node=summary["ranks"], nodes=1)
     is_measured = cluster.is_measured
@@ -114,6 +114,7 @@ def append_measurement(recipe: Recipe, summary: Mapping[str, Any], path: Path) -
             "predicted_s": round(predicted.time.total, 6), "predicted_gib": round(predicted.memory.total / GIB, 4),
         },
     )  # fmt: skip
+    return True
 
 
 def task_of(recipe: Recipe, workload: Workload, cluster: Cluster) -> Task:

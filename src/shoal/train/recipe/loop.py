@@ -129,7 +129,14 @@ def _profile(
 ) -> RecipeProfile:
     steps = job.recipe.run.profile.steps(**units(job.recipe, job.training)) or 0
     profile = RecipeProfile(
-        run, job.recipe, steps, storage.path, line.note, is_only=invocation.only_profiles, mfu=metrics.mfu
+        run,
+        job.recipe,
+        steps,
+        storage.path,
+        line.note,
+        is_only=invocation.only_profiles,
+        mfu=metrics.mfu,
+        leave_out=metrics.leave_out,
     )
     profile.begin()
     return profile

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.config.checks.memory import optimizer_bytes
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.numerics.optim.groups import moments_of
+from shoal.observe.durable_write import write_whole
+from shoal.predict.cluster import GIB
 from shoal.train.build_model import build_model, describe, without_memory
 from shoal.train.recipe.auto_plan import cluster_for, task_of, workload_for
 
@@ -39,6 +43,17 @@ def predict_step(recipe: Recipe) -> dict[str, Any]:
         return {**counted, **_predicted(recipe, model)}
     except ShoalError as error:
         return {**counted, "not_predicted": error.problems[0].what}
+
+
+def write_prediction(recipe: Recipe, directory: Path) -> None:
+    """Write what the planner predicts of a run into its directory, for its page. Raises where it predicts nothing."""
+    model = without_memory(lambda: build_model(recipe.model))
+    assert model is not None, "the model cannot be built on the meta device"
+    task = task_for(recipe, model)
+    found = task.predict(recipe.plan)
+    figures = {"step_seconds": found.time.total, "memory_gib": found.memory.total / GIB}
+    known = {**figures, "is_calibrated": task.cluster.is_measured}
+    write_whole(directory / "prediction.json", json.dumps(known, indent=2) + "\n")
 
 
 def task_for(recipe: Recipe, model: nn.Module, cluster: Cluster | None = None) -> Task:

@@ -7,7 +7,7 @@ import statistics
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,8 @@ class StepMetrics:
         self.last_losses: deque[float] = deque(known, maxlen=10)
         self.step_seconds, self.data_wait_seconds = array("d"), array("d")
         self.comm_seconds, self.comm_exposed, self.comm_bytes = array("d"), array("d"), array("d")
+        self.comm_rows = array("q")
+        """The place in `step_seconds` of each of them: not every step is timed."""
         self.evaluated_at: int | None
         """The step of the last evaluation; None: there was none, or it is not recorded."""
         self.eval_loss: float | None
@@ -104,7 +106,7 @@ class StepMetrics:
         self._pending: deque[_PendingRecord] = deque()
         self.stragglers, self.slow_data = Stragglers(), SlowData()
         self.overlap = AxisOverlap(is_on=_times_axes(run, job))
-        self._axes: dict[str, list[AxisTime]] = {}
+        self._axes: dict[str, list[tuple[int, AxisTime]]] = {}
 
     def record_step(self, loader: Loader, line: ProgressLine, done: float) -> None:
         """Record the step that was just started. On a GPU its numbers arrive later: write the step before it."""
@@ -151,6 +153,7 @@ class StepMetrics:
         }
         if (overlap := report.overlap) is not None:
             known |= dict(zip(REPLICAS, (overlap.seconds, overlap.part, overlap.bytes), strict=True))
+            self.comm_rows.append(len(self.step_seconds))
             self.comm_seconds.append(overlap.seconds)
             self.comm_exposed.append(overlap.exposed)
             self.comm_bytes.append(overlap.bytes)
@@ -186,7 +189,7 @@ class StepMetrics:
         """The values of `AXIS`."""
         found: Record = {}
         for axis, each in axes.items():
-            self._axes.setdefault(axis, []).append(each)
+            self._axes.setdefault(axis, []).append((len(self.step_seconds), each))
             names = (name.format(axis=axis) for name in AXIS)
             found |= dict(zip(names, (each.seconds, each.hidden), strict=True))
         return found
@@ -201,6 +204,10 @@ class StepMetrics:
             "skipped_steps": self.num_skipped,
             "seconds_training": self.seconds_training,
         }
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave time since the last record out of the next step: no part of training has taken it."""
+        self.last += seconds
 
     def record_evaluation(self, loss: float) -> None:
         """Record the validation loss after the steps so far."""
@@ -245,13 +252,12 @@ class StepMetrics:
         if not self.comm_seconds:
             return {"comm_fraction": None, "comm_bytes": None, "comm_overlap_fraction": None}
         of_step = statistics.fmean(self.step_seconds[warmup:])
-        num_timed = len(self.comm_seconds)  # not every step is timed; the first one, which is slow, always is
-        warmup = max(num_timed // 5, min(1, num_timed - 1))
-        seconds = statistics.fmean(self.comm_seconds[warmup:])
+        first = _first_after(self.comm_rows, warmup)
+        seconds = statistics.fmean(self.comm_seconds[first:])
         return {
             "comm_fraction": min(1.0, seconds / of_step),
-            "comm_bytes": statistics.fmean(self.comm_bytes[warmup:]),
-            "comm_overlap_fraction": 1 - statistics.fmean(self.comm_exposed[warmup:]) / seconds if seconds else None,
+            "comm_bytes": statistics.fmean(self.comm_bytes[first:]),
+            "comm_overlap_fraction": 1 - statistics.fmean(self.comm_exposed[first:]) / seconds if seconds else None,
         }
 
     def _axes_summary(self, warmup: int) -> Record:
@@ -259,7 +265,7 @@ class StepMetrics:
         of_step = statistics.fmean(self.step_seconds[warmup:]) if self.step_seconds else math.nan
         found = {}
         for axis, every in self._axes.items():
-            timed = every[1:] or every  # the first step is slow
+            timed = [each for _, each in every[_first_after([row for row, _ in every], warmup) :]]
             seconds, exposed = (
                 statistics.fmean(getattr(each, name) for each in timed) for name in ("seconds", "exposed")
             )
@@ -301,6 +307,16 @@ class StepMetrics:
         if self.flops_per_step is None or self.peak is None:
             return None
         return self.flops_per_step / seconds / (self.peak * self.run.world.size)
+
+
+def _first_after(rows: Sequence[int], warmup: int) -> int:
+    """The place of the first timed step after the warm-up, as the page of a run counts it; at least one step is left,
+    and the first one, which is slow, only if it is alone.
+
+    >>> _first_after([0, 2, 4, 30, 60], 12), _first_after([0, 2], 12), _first_after([0, 2], 0), _first_after([0], 0)
+    (3, 1, 1, 0)
+    """
+    return min(max(sum(row < warmup for row in rows), 1), len(rows) - 1)
 
 
 def _finite(loss: float | None) -> float | None:
