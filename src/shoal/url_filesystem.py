@@ -57,7 +57,9 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return str(error.strerror)
     code = error_code(error)
-    return f"{code}: {error}" if code else f"{type(error).__name__}: {error}"
+    if code:
+        return f"{code}: {error}"
+    return str(error) if type(error) is OSError else f"{type(error).__name__}: {error}"
 
 
 def fix_of(url: str, error: BaseException) -> str | None:

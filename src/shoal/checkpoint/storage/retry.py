@@ -86,7 +86,8 @@ class Requests:
             return []
         kinds = ", ".join(f"{why} {number}" for why, number in failed.most_common(3))
         number = failed.total()
-        return [f"{where} did not answer {number} request{'s' * (number > 1)}, which were repeated: {kinds}"]
+        requests = "request, which was" if number == 1 else "requests, which were"
+        return [f"{where} did not answer {number} {requests} repeated: {kinds}"]
 
 
 def is_passing(error: BaseException) -> bool:

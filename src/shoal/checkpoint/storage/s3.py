@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import BoundedSemaphore
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from shoal.blueprint.faults import Faults
 from shoal.checkpoint.storage.object_store import ObjectStore
@@ -26,8 +27,8 @@ MOST_PARTS = 10_000
 AT_ONCE = 8
 """Parts that are sent at a time: one connection alone is slow. As many are in memory beside the tensors."""
 
-_listeners: dict[Any, Requests] = {}
-"""fsspec shares a file system among all stores of a process. Its failed requests count for the newest store."""
+_listeners: WeakKeyDictionary[Any, Requests] = WeakKeyDictionary()
+"""fsspec shares a client among all stores of a process. Its failed requests count for the newest store."""
 
 
 class S3(ObjectStore):
@@ -175,8 +176,9 @@ class Upload:
 
 def _listen(system: Any, requests: Requests) -> None:
     """Count the attempts of a client that fail, also if a later one succeeds."""
-    is_new = system not in _listeners
-    _listeners[system] = requests
+    client = system.s3
+    is_new = client not in _listeners
+    _listeners[client] = requests
     if not is_new:
         return
 
@@ -187,6 +189,6 @@ def _listen(system: Any, requests: Requests) -> None:
         elif response is not None and (response[0].status_code >= 500 or response[0].status_code == 429):
             why = response[1].get("Error", {}).get("Code") or str(response[0].status_code)
         if why:
-            _listeners[system].note(why)
+            _listeners[client].note(why)
 
-    system.s3.meta.events.register("needs-retry.s3", count)
+    client.meta.events.register("needs-retry.s3", count)
