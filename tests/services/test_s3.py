@@ -62,6 +62,7 @@ class Bucket:
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.proxy.port}",  # type: ignore[attr-defined]
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",  # the server sends that of all for a part, too
         }
 
     def start(self, *words: str, **variables: str | None) -> subprocess.Popen[str]:
@@ -160,6 +161,13 @@ def test_data_is_read_from_a_bucket(bucket: Bucket) -> None:
     assert bucket.losses("far") == bucket.losses("near")
     fetched = [path for method, path in bucket.proxy.seen if method == "GET" and path.endswith(".jsonl")]
     assert len(fetched) == 3  # by one of the two ranks
+
+
+def test_data_of_a_bucket_that_does_not_exist(bucket: Bucket) -> None:
+    words = ["--data.source", "s3://no-such-bucket/texts", "--data.cache", "cache"]
+    told = bucket.train(*words, "--run.dir", "far", code=2)
+    assert "D091" in told
+    assert "aws s3 mb s3://no-such-bucket" in told
 
 
 def save(store: Store, step: int, value: torch.Tensor, keep: int = 5) -> None:
