@@ -132,8 +132,8 @@ def tensors_of(path: Path, step: int) -> dict[str, torch.Tensor]:
 def test_a_run_is_saved_and_resumed_on_other_layouts_bit_for_bit(bucket: Bucket) -> None:
     phases = [
         ["--run.duration", "4step"],
-        ["--run.duration", "6step", "--nproc", "1", "--plan", "fp64"],
-        ["--run.duration", "8step", "--nproc", "2", "--plan", "tp=2 fp64"],
+        ["--run.duration", "6step", "--resume", "latest", "--nproc", "1", "--plan", "fp64"],
+        ["--run.duration", "8step", "--resume", "latest", "--nproc", "2", "--plan", "tp=2 fp64"],
     ]
     for words in phases:
         told = bucket.train("--checkpoint.dir", "s3://bucket/run", "--run.dir", "far", *words)
