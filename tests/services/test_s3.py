@@ -223,7 +223,9 @@ def test_a_connection_that_is_cut_is_made_again(bucket: Bucket, large: torch.Ten
     assert len(cut) == 12
     assert torch.equal(loaded(store, 1), large)
     (note,) = store.take_notes()  # of less than 12: the HTTP client repeats some by itself
-    assert re.search(r"s3://bucket/run did not answer \d+ requests?, which w.* repeated: .*(Closed|Connection|Server)", note)
+    assert re.search(
+        r"s3://bucket/run did not answer \d+ requests?, which w.* repeated: .*(Closed|Connection|Server)", note
+    )
 
 
 def test_a_store_that_stays_away_fails_the_save_and_leaves_the_earlier_step(
@@ -335,3 +337,13 @@ def test_a_missing_permission_is_reported_before_the_first_step(bucket: Bucket, 
     bucket.proxy.rule = staticmethod(lambda asked, _: FORBIDDEN if asked == method else None)  # type: ignore[assignment]
     with rejects("C009", "s3://bucket/run cannot be written to: AccessDenied", "read, write and delete in bucket"):
         Store.at("s3://bucket/run").room(1)
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(ROOT / "src"), SITE])
+    words = [sys.executable, str(ROOT / "benchmarks" / "object_store" / "run.py"), "--smoke"]
+    done = subprocess.run(
+        words, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"s3fs put_file, [\d,]+ MB/s \| save, [\d,]+ MB/s \| \d+\.\d\d ", done.stdout), done.stdout

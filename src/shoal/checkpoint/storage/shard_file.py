@@ -177,13 +177,15 @@ class Reader:
         assert 0 <= begin <= begin + len(view) <= self.file.size
         straight: list[Future[None]] = []
         through: list[tuple[Future[memoryview], int, memoryview]] = []
+        # After a long read, the next one is probably long: better as one request than by chunks.
+        is_ahead = len(view) < CHUNK or self._source.block <= CHUNK
         while view:
             number, at = divmod(begin, CHUNK)
             if size := 0 if at else self._whole_chunks(number, len(view)):
                 straight.append(self._reading.threads.submit(self._read_chunks, number, view[:size]))
             else:
                 size = min(self._size_of(number) - at, len(view))
-                through.append((self._chunk(number), at, view[:size]))
+                through.append((self._chunk(number, is_ahead), at, view[:size]))
             begin, view = begin + size, view[size:]
             self._last = (begin - 1) // CHUNK
         wait(straight)  # for all: none may write to this memory after another one has failed
@@ -204,9 +206,9 @@ class Reader:
             size += self._size_of(each)
         return size
 
-    def _chunk(self, number: int) -> Future[memoryview]:
-        """Read a chunk of which a part is needed; cache the rest, and prefetch the next chunk."""
-        if number == self._last + 1 and (number + 1) * CHUNK < self.file.size:
+    def _chunk(self, number: int, is_ahead: bool) -> Future[memoryview]:
+        """Read a chunk of which a part is needed; cache the rest, and prefetch the next chunk if `is_ahead`."""
+        if is_ahead and number == self._last + 1 and (number + 1) * CHUNK < self.file.size:
             self._fetch(number + 1)
         return self._fetch(number)
 
