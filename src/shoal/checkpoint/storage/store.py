@@ -28,7 +28,7 @@ from pathlib import Path
 
 from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import MOST_BYTES, NAME, Manifest
-from shoal.checkpoint.storage.object_store import filesystem_at
+from shoal.checkpoint.storage.open_filesystem import filesystem_at
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.url_filesystem import fix_of, reason
 
