@@ -339,6 +339,46 @@ def test_a_missing_permission_is_reported_before_the_first_step(bucket: Bucket, 
         Store.at("s3://bucket/run").room(1)
 
 
+def test_no_bucket_is_created(bucket: Bucket) -> None:
+    store = Store.at("s3://no-such-bucket/run")
+    with rejects("C009", "NoSuchBucket", "aws s3 mb s3://no-such-bucket"):
+        store.room(1)
+    with pytest.raises(FileNotFoundError, match="bucket does not exist"):
+        save(store, 1, torch.ones(4, 4))
+    assert [path.name for path in bucket.folder.parent.iterdir()] == ["bucket"]
+
+
+LOOP = """
+import sys, torch, shoal
+
+with shoal.Run("mb=2", seed=1) as run:
+    model = torch.nn.Linear(4, 3)
+    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    batch = torch.ones(8, 4), torch.zeros(8, dtype=torch.long)
+    if sys.argv[1] == "again":
+        assert run.load("s3://bucket/loop") == 2
+    while run.steps_done < 4:
+        run.step(batch)
+        if run.steps_done == 2:
+            run.save("s3://bucket/loop")
+    print(model.weight.tolist())
+"""
+
+
+def test_a_loop_of_a_user_saves_and_loads(bucket: Bucket) -> None:
+    (bucket.cwd / "loop.py").write_text(LOOP)
+    path = os.pathsep.join([str(ROOT / "src"), SITE])
+    said = [
+        subprocess.run(
+            [sys.executable, "-W", "error", "loop.py", word],
+            cwd=bucket.cwd, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True,
+        ).stdout
+        for word in ("first", "again")
+    ]  # fmt: skip
+    assert said[0] == said[1]
+    assert said[0].startswith("[[")
+
+
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT / "src"), SITE])
     words = [sys.executable, str(ROOT / "benchmarks" / "object_store" / "run.py"), "--smoke"]
