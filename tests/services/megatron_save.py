@@ -14,6 +14,7 @@ import signal
 import sys
 import types
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,8 @@ def build(tp: int, pp: int, dtype: torch.dtype) -> Any:
     return model.to(dtype)
 
 
-def train(model: Any, sharding: str, dtype: torch.dtype, tokens: torch.Tensor) -> Any:
-    """Some steps of Adam; return the optimizer."""
+def trainer(model: Any, sharding: str, dtype: torch.dtype, tokens: torch.Tensor) -> tuple[Any, Callable[[], None]]:
+    """The optimizer, and a function that makes a step of Adam."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -96,13 +97,15 @@ def train(model: Any, sharding: str, dtype: torch.dtype, tokens: torch.Tensor) -
         bf16=dtype is torch.bfloat16,
     )  # fmt: skip
     optimizer = get_megatron_optimizer(how, [wrapped])
-    for _ in range(STEPS):
+
+    def step() -> None:
         wrapped.zero_grad_buffer()
         optimizer.zero_grad()
         wrapped(tokens, places(tokens), None, labels=tokens.roll(-1, 1)).mean().backward()
         finalize_model_grads([wrapped])
         optimizer.step()
-    return optimizer
+
+    return optimizer, step
 
 
 def places(tokens: torch.Tensor) -> torch.Tensor:
@@ -120,6 +123,8 @@ def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor | None:
     if model.post_process:
         model.output_layer.gather_output = True
     found = model(tokens, places(tokens), None)
+    if model.post_process:
+        model.output_layer.gather_output = False  # as the loss needs it
     if not model.post_process:
         dist.send(found.contiguous(), dist.get_rank() + dist.get_world_size() // 2)
         return None
@@ -139,7 +144,9 @@ def main() -> None:
     on_cpu()
     model = build(tp, pp, dtype)
     tokens = torch.randint(0, ARGS["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(1))
-    optimizer = None if sharding == "none" else train(model, sharding, dtype, tokens)
+    optimizer, step = (None, None) if sharding == "none" else trainer(model, sharding, dtype, tokens)
+    for _ in range(STEPS if step else 0):
+        step()
     metadata = {} if sharding in ("none", "plain") else {"distrib_optim_sharding_type": sharding}
     state: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
     if optimizer is not None:
@@ -148,14 +155,20 @@ def main() -> None:
     state["args"] = argparse.Namespace(**ARGS, **others, save=str(folder), data_path=None, iteration=STEPS)
     state |= {"iteration": STEPS, "checkpoint_version": 3.0, "content_metadata": metadata}
     state["opt_param_scheduler"] = {"max_lr": 1e-2, "num_steps": STEPS}
-    step = folder / f"iter_{STEPS:07d}"
+    iteration = folder / f"iter_{STEPS:07d}"
     if dist.get_rank() == 0:
-        step.mkdir(parents=True)
+        iteration.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(state, str(step))
-    found = logits(model, tokens)
-    if found is not None and dist.get_rank() == dist.get_world_size() - 1:
-        torch.save({"tokens": tokens, "logits": found.float()}, folder / "reference.pt")
+    dist_checkpointing.save(state, str(iteration))
+    said = {"tokens": tokens, "logits": logits(model, tokens)}
+    if step:
+        step()
+        said["next_logits"] = logits(model, tokens)
+    if said["logits"] is not None and dist.get_rank() == dist.get_world_size() - 1:
+        torch.save(
+            {name: one.float() if one.is_floating_point() else one for name, one in said.items()},
+            folder / "reference.pt",
+        )
     if dist.get_rank() == 0:
         (folder / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
     dist.barrier()
