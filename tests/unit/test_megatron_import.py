@@ -173,6 +173,8 @@ def test_the_padding_of_the_vocabulary_can_be_left_out(tmp_path: Path) -> None:
         read(tmp_path, ImportSettings(vocabulary=PADDED + 1))
     with rejects("C042", "dcp"):
         read(tmp_path / "iter_0000007", ImportSettings(vocabulary=V, format="dcp"))
+    with rejects("C042", "model."):
+        read(tmp_path, ImportSettings(prefix="model."))
 
 
 def test_layers_that_lie_one_by_one(tmp_path: Path) -> None:

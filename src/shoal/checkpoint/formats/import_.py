@@ -124,7 +124,7 @@ def read(source: Path, how: ImportSettings) -> Foreign:
     if kind == "deepspeed":
         return _deepspeed(source, how.prefix)
     if kind == "megatron":
-        return _megatron(source, how.vocabulary)
+        return _megatron(source, how)
     section = None
     others: list[str] = []
     if kind == "dcp":
@@ -158,10 +158,16 @@ def _deepspeed(source: Path, prefix: str) -> Foreign:
     return _sorted_out(found, named, prefix)
 
 
-def _megatron(source: Path, vocabulary: int | None) -> Foreign:
+def _megatron(source: Path, how: ImportSettings) -> Foreign:
     """Read a checkpoint of Megatron-LM."""
     _reject_missing(source)
-    found = read_megatron(source, vocabulary=vocabulary)
+    if how.prefix:
+        raise ShoalError(
+            f"--prefix is of other formats than megatron, got {how.prefix!r}",
+            fix=f"leave --prefix out; or --format dcp --prefix {how.prefix}",
+            code="C042",
+        )
+    found = read_megatron(source, vocabulary=how.vocabulary)
     return Foreign(
         source.name, "megatron", found.weights, found.states, found.left_out, found.num_steps, found.section
     )  # fmt: skip
