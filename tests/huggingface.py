@@ -193,7 +193,7 @@ def batch(kind: str, *, pads: bool = False) -> dict[str, Tensor]:
     labels[0, :5] = -100
     labels[2, 3:] = -100
     if kind in ("vit", "clip") or kind in more.IMAGES:
-        size = 16 if kind in ("swin", "convnext", "deit") else 12
+        size = 16 if kind in ("swin", "deit", "siglip") else 12
         return {"pixel_values": torch.randn(BATCH, 3, size, size, generator=generator), "labels": ids[:, 0] % 5}
     if kind in more.SOUNDS:
         return {"input_values": torch.randn(BATCH, 200, generator=generator), "labels": ids[:, 0] % 5}

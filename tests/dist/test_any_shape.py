@@ -55,9 +55,21 @@ def widths() -> nn.Module:
     )
 
 
+class Turn(nn.Module):
+    """Returns a view whose numbers are not in order, as blocks of ConvNeXt do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+def turned() -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), Turn()) for width in (6, 4, 6)]
+    return nn.Sequential(nn.Unflatten(1, (4, 6)), *layers, nn.Flatten(), nn.Linear(24, 5))
+
+
 def build(kind: str) -> nn.Module:
     torch.manual_seed(2)
-    return {"widths": widths, "unet": UNet}[kind]()
+    return {"widths": widths, "unet": UNet, "turned": turned}[kind]()
 
 
 def batch(kind: str) -> dict[str, Tensor]:
@@ -65,6 +77,8 @@ def batch(kind: str) -> dict[str, Tensor]:
     labels = torch.randint(5, (8,), generator=generator)
     if kind == "widths":
         return {"input": torch.randn(8, 6, generator=generator), "labels": labels}
+    if kind == "turned":
+        return {"input": torch.randn(8, 24, generator=generator), "labels": labels}
     return {"images": torch.randn(8, 3, 8, 8, generator=generator), "labels": labels}
 
 
@@ -92,7 +106,8 @@ SCHEDULES = ["pp=2 1f1b mb=8", "pp=2 interleaved v=2 mb=2", "pp=2 zb mb=2", "pp=
 
 
 @pytest.mark.parametrize(
-    ("kind", "plans"), [("widths", SCHEDULES[:1]), ("unet", SCHEDULES[:2]), wide("unet", SCHEDULES[2:])]
+    ("kind", "plans"),
+    [("widths", SCHEDULES[:1]), ("turned", SCHEDULES[3:4]), ("unet", SCHEDULES[:2]), wide("unet", SCHEDULES[2:])],
 )
 def test_stages_of_any_shape(pool: Pool, kind: str, plans: list[str]) -> None:
     assert max(pool.run(differences, 2, kind, plans)[0]) < 1e-12

@@ -88,6 +88,12 @@ def test_layers_inside_of_modules_with_parameters(pool: Pool, kind: str, words: 
     assert len(pool.run(largest_differences, 2, kind, False, [words])[0]) == 1
 
 
+@pytest.mark.wide
+def test_a_region_may_mask_its_input(pool: Pool) -> None:
+    plans = ["tp=2 sp=on mb=2", "tp=2 sp=off mb=2"]
+    assert len(pool.run(largest_differences, 2, "lfm2", True, plans)[0]) == len(plans)
+
+
 @pytest.mark.parametrize("kind", ["llama", wide("gemma2"), wide("mistral window"), wide("modernbert")])
 def test_padding_is_not_attended_to(pool: Pool, kind: str) -> None:
     plans = LAYOUTS if os.environ.get("SHOAL_ALL") else LAYOUTS[-3:]

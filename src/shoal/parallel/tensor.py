@@ -44,6 +44,10 @@ ATTENTION_FLAGS = ("is_causal", "causal")
 """What attentions of transformers, and `shoal.Attention`, say of themselves."""
 
 
+MOST_NODES = 64
+"""Steps of a computation that are followed back to the input of a region."""
+
+
 class TensorParallel:
     """The tp group of a rank and the state that its split layers share. Without a group it is the identity."""
 
@@ -77,7 +81,7 @@ class TensorParallel:
         if self.group is None:
             return x
         if self._region is not None:
-            if x is not self._region and not self._is_deep:
+            if x is not self._region and not self._is_deep and not _is_computed_of(x, self._region):
                 raise ShoalError(
                     "a layer that is split by COLUMN must read the input of its region, got another tensor",
                     fix="tp=1, or a description without Split.REGION for it",
@@ -160,6 +164,21 @@ class TensorParallel:
                 fix=f"sp=off in the plan, or a sequence length that {self.degree} divides",
                 code="P032",
             )
+
+
+def _is_computed_of(x: Tensor, region: Tensor) -> bool:
+    """Whether a tensor is computed of the input of a region, without parameters: then its gradient goes through that
+    input, where it is summed. LFM2 sets padded tokens to zero there."""
+    seen, nodes = set(), [x.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node is region.grad_fn or node in seen:
+            continue
+        if hasattr(node, "variable") or len(seen) > MOST_NODES:  # a parameter, or a computation of many steps
+            return False
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]
+    return True
 
 
 def _has_attention(region: nn.Module) -> bool:
