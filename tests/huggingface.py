@@ -8,6 +8,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tests import huggingface_more as more
+
 VOCABULARY, TOKENS, BATCH = 41, 8, 4
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -126,11 +128,13 @@ OLDER: dict[str, tuple[str, dict[str, Any]]] = {
     "electra": ("Electra", {"embedding_size": 16, "max_position_embeddings": 16}),
     "distilbert": ("DistilBert", {"hidden_dim": 24, "max_position_embeddings": 16}),
 }
-ALL = DENSE | EXPERTS | PACKED | OTHERS | OLDER
+LISTED = DENSE | EXPERTS | PACKED | OTHERS | OLDER
+ALL = LISTED | more.ALL
 REJECTED = {
     **dict.fromkeys(("vit", "clip", "falcon", "gptj", "openai-gpt", "roberta", "xlm-roberta"), ("cp=2",)),
     **dict.fromkeys(("t5", "whisper", "bloom"), ("sp=on", "cp=2")),
     "mamba": ("tp=2", "cp=2"),
+    **more.REJECTED,
 }
 """Architecture → words of plans that it cannot have. All others are equal."""
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
@@ -172,7 +176,9 @@ def build(kind: str) -> nn.Module:
     """In float32, with weights of which every one matters."""
     torch.manual_seed(3)
     name, settings = ALL[kind]
-    model: nn.Module = getattr(transformers, CLASSES.get(name, f"{name}ForCausalLM"))(config_of(name, settings))
+    found = more.class_of(kind) if kind in more.ALL else CLASSES.get(name, f"{name}ForCausalLM")
+    config = more.config_of(kind) if kind in more.ALL else config_of(name, settings)
+    model: nn.Module = getattr(transformers, found)(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -186,8 +192,11 @@ def batch(kind: str, *, pads: bool = False) -> dict[str, Tensor]:
     labels = ids.clone()
     labels[0, :5] = -100
     labels[2, 3:] = -100
-    if kind in ("vit", "clip"):
-        return {"pixel_values": torch.randn(BATCH, 3, 12, 12, generator=generator), "labels": ids[:, 0] % 5}
+    if kind in ("vit", "clip") or kind in more.IMAGES:
+        size = 16 if kind in ("swin", "convnext", "deit") else 12
+        return {"pixel_values": torch.randn(BATCH, 3, size, size, generator=generator), "labels": ids[:, 0] % 5}
+    if kind in more.SOUNDS:
+        return {"input_values": torch.randn(BATCH, 200, generator=generator), "labels": ids[:, 0] % 5}
     if kind == "whisper":
         return {"input_features": torch.randn(BATCH, 4, 8, generator=generator), "labels": labels}
     made = {"input_ids": ids, "labels": labels}

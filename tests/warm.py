@@ -127,9 +127,17 @@ class Server:
     def start(self) -> list[str] | None:
         caller, _ = self.listener.accept()
         length, files, _, _ = socket.recv_fds(caller, 8, HIGHEST_FILE)
-        words, folder, environment, numbers = json.loads(exactly(caller, int.from_bytes(length, "big")))
+        try:
+            words, folder, environment, numbers = json.loads(exactly(caller, int.from_bytes(length, "big")))
+        except (ConnectionError, ValueError):  # it was killed meanwhile
+            caller.close()
+            for file in files:
+                os.close(file)
+            return None
         pid = os.fork()
         if pid == 0:
+            for ours in (self.listener, caller, *self.callers.values()):
+                ours.detach()  # or they would close what gets their numbers now, once they are garbage
             become(folder, environment, dict(zip(numbers, files, strict=True)))
             return list(words)
         for file in files:
@@ -155,7 +163,10 @@ class Server:
 def exactly(caller: socket.socket, length: int) -> bytes:
     data = b""
     while len(data) < length:
-        data += caller.recv(length - len(data))
+        part = caller.recv(length - len(data))
+        if not part:
+            raise ConnectionError("a caller ended before it had said what to start")
+        data += part
     return data
 
 

@@ -31,6 +31,7 @@ WORDS = {
 WITHOUT = {
     "benchmarks/h200/run.py": "starts the other scripts of its folder on a GPU, beside peers that CI does not have",
     "benchmarks/h200/roofline.py": "reads the trace of a GPU",
+    "benchmarks/object_store/run.py": "needs s3fs and a server of S3; `make test-s3` runs its smoke mode",
     "benchmarks/offload/deepspeed_peer.py": "needs a GPU and DeepSpeed; run.py --peer starts it",
     "benchmarks/planner/floor.py": "reads a table of runs; tests/unit/test_floor.py has its arithmetic",
 }

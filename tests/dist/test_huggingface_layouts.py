@@ -51,13 +51,14 @@ def largest_differences(world: World, kind: str, pads: bool, plans: list[str]) -
             found[words] = None
             continue
         findings = verify_in(world, case)
+        is_predicted = (kind, words.split()[0]) not in huggingface.more.OTHER_TRAFFIC
         for axis, operations in (findings.predicted_traffic or {}).items():
             for name, messages in operations.items():
                 counted = findings.traffic.get(axis, {}).get(name, {})
                 if axis == "ep":  # a mean over ranks: routers send more to some
                     continue
-                assert counted.get("bytes", 0) == messages.bytes, (words, axis, name)
-        if findings.predicted_traffic is None:
+                assert counted.get("bytes", 0) == messages.bytes or not is_predicted, (words, axis, name)
+        if findings.predicted_traffic is None and is_predicted:
             raise AssertionError(f"{words}: nothing was predicted")
         if findings.verdict is not None:
             assert findings.verdict.equal, f"{words}: {findings.verdict.first}"
@@ -68,10 +69,23 @@ def largest_differences(world: World, kind: str, pads: bool, plans: list[str]) -
 
 @pytest.mark.parametrize("kind", [kind if kind in SHORT else wide(kind) for kind in huggingface.ALL if kind != "clip"])
 def test_a_model_of_transformers_under_every_layout(pool: Pool, kind: str) -> None:
-    plans = WITH_EXPERTS if kind in huggingface.EXPERTS else LAYOUTS
+    plans = WITH_EXPERTS if kind in huggingface.EXPERTS or kind in huggingface.more.WITH_EXPERTS else LAYOUTS
     found = pool.run(largest_differences, 2, kind, False, plans)[0]
     assert found.keys() == set(plans)
     assert max(difference for difference in found.values() if difference is not None) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("afmoe", "tp=2 sp=on mb=2"),  # a layer is split inside of a module with a bias for its router, on flat tokens
+        ("dbrx", "zero=3 mb=1"),  # reads weights of a module without calling it
+        wide("beit", "tp=2 sp=on mb=2"),  # layers are split inside of a block with scales of its own
+        wide("lfm2", "tp=2 sp=on mb=2"),  # a convolution over tokens is inside of a region
+    ],
+)
+def test_layers_inside_of_modules_with_parameters(pool: Pool, kind: str, words: str) -> None:
+    assert len(pool.run(largest_differences, 2, kind, False, [words])[0]) == 1
 
 
 @pytest.mark.parametrize("kind", ["llama", wide("gemma2"), wide("mistral window"), wide("modernbert")])

@@ -71,6 +71,21 @@ def test_lora_on_a_model_of_transformers(pool: Pool) -> None:
     assert max(pool.run(worst, 2, "transformers_llama", "input_ids", plans)[0].values()) < 1e-10
 
 
+def trained_with_dropout(world: World, plan: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    run = Run(f"fp64 {plan} mb=2", world=world)
+    run.prepare(shoal.lora(build(**SIZES), rank=3, dropout=0.3))
+    run.prepare(torch.optim.SGD([p for p in run.parameters if p.requires_grad], lr=0.5))
+    return [float(run.step(batch)) for batch in batches("tokens")], run.weights()
+
+
+@pytest.mark.parametrize("plan", ["tp=2 sp=on", wide("tp=2 sp=off"), wide("tp=2 recompute=full")])
+def test_dropout_draws_what_one_device_draws(pool: Pool, plan: str) -> None:
+    (losses, weights), (expected, theirs) = (pool.run(trained_with_dropout, n, p)[0] for n, p in ((2, plan), (1, "")))
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert all(float((weights[name] - one).norm()) <= 1e-12 * float(one.norm()) for name, one in theirs.items())
+    assert any(float(one.norm()) for name, one in weights.items() if "lora_B" in name)
+
+
 @on_ranks(2)
 def test_the_frozen_base_is_in_the_precision_of_the_arithmetic(world: World) -> None:
     run = Run("zero=3 bf16", world=world)

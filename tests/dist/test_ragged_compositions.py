@@ -14,6 +14,7 @@ from shoal.comm.world import World
 from shoal.numerics.init import initialise
 from shoal.train.run import Run
 from tests.cover import wide
+from tests.dist.compositions import num_layers_for
 from tests.dist.pool import Pool
 from tests.dist.test_compositions import batches, biases, build, gates, loss_of
 
@@ -26,6 +27,12 @@ PLANS = [
     wide(2, "ep=2 zero=3 mb=1 recompute=full", "moe"),
     (4, "cp=2 ep=4 dp_shard=2 zero=2 mb=1", "moe"),
     (4, "pp=2 dp_replicate=2 1f1b mb=1 recompute=full", "moe"),
+    (2, "pp=2 1f1b mb=2", "moe"),  # the last microbatch of every batch is shorter
+    wide(2, "pp=2 gpipe mb=4", "moe"),
+    wide(2, "pp=2 zbv mb=2", "bias"),
+    wide(4, "pp=2 tp=2 sp=on 1f1b mb=2", "bias"),
+    wide(4, "pp=4 1f1b mb=1", "moe"),  # the last batch has fewer microbatches than stages
+    (2, "pp=2 dualpipev mb=1", "bias"),  # which needs four, and the last batch has three
     wide(4, "tp=2 dp_replicate=2 mb=1", "bias"),
 ]
 
@@ -36,8 +43,8 @@ def samples(kind: str) -> list[dict[str, Tensor]]:
     return [{name: tensor[i] for name, tensor in joined.items()} for i in range(SAMPLES)]
 
 
-def train_plainly(kind: str) -> dict[str, Any]:
-    model = build(kind)
+def train_plainly(kind: str, num_layers: int) -> dict[str, Any]:
+    model = build(kind, num_layers)
     initialise(model, 7)
     model.double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -62,7 +69,7 @@ def train_plainly(kind: str) -> dict[str, Any]:
 def train_with_shoal(world: World, plan: str, kind: str) -> dict[str, Any]:
     run = Run(f"fp64 {plan}", seed=7, world=world)
     with torch.device("meta"):
-        model = build(kind)
+        model = build(kind, num_layers_for(plan, world.size))
     loader = DataLoader(samples(kind), batch_size=BATCH)
     _, _, dealt = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3), loader)
     losses, auxiliary, loads = [], [], []
@@ -79,7 +86,7 @@ def train_with_shoal(world: World, plan: str, kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("size", "plan", "kind"), PLANS)
 def test_unlike_shares_make_the_global_batch(pool: Pool, size: int, plan: str, kind: str) -> None:
-    ranks, theirs = pool.run(train_with_shoal, size, plan, kind), train_plainly(kind)
+    ranks, theirs = pool.run(train_with_shoal, size, plan, kind), train_plainly(kind, num_layers_for(plan, size))
     for ours in ranks:  # everything that is told is told alike to all
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
         assert ours["auxiliary"] == pytest.approx(theirs["auxiliary"], rel=1e-12)

@@ -12,6 +12,7 @@ from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.train.run import Run
 from tests.dist.pool import on_ranks
+from tests.rejects import rejects
 
 BLOCKS = tuple(f"blocks.{i}" for i in range(4))
 
@@ -50,6 +51,25 @@ def test_too_few_microbatches(world: World) -> None:
         prepared(world, "pp=2 dualpipev mb=4", Tower()).step(batch())
 
 
+class Reader(nn.Module):
+    """Reads the weight of a layer without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.layer.weight)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_read_where_it_is_not_gathered(world: World) -> None:
+    model = Reader()
+    model.layer.bias.requires_grad_(False)
+    with rejects("M142", "under zero"):
+        prepared(world, "zero=3", model).step(batch())
+
+
 @on_ranks(2)
 def test_a_loop_of_ones_own_in_a_pipeline(world: World) -> None:
     run = prepared(world, "pp=2 mb=2", Tower())
@@ -57,13 +77,6 @@ def test_a_loop_of_ones_own_in_a_pipeline(world: World) -> None:
         next(run.microbatches(batch()))
     with pytest.raises(ShoalError, match=r"run\.step\(batch\)"):
         run.backward(torch.ones((), requires_grad=True))
-
-
-@on_ranks(2)
-def test_microbatches_of_two_shapes(world: World) -> None:
-    inputs, labels = batch()
-    with pytest.raises(ShoalError, match="must have one shape"):
-        prepared(world, "pp=2 gpipe mb=3", Tower()).step((inputs, labels))
 
 
 def test_a_loss_that_asks_the_model_twice() -> None:

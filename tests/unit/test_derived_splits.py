@@ -7,6 +7,7 @@ import torch
 
 from shoal import Split
 from shoal.train.build_model import describe
+from tests.cover import wide
 from tests.rejects import rejects
 
 pytest.importorskip("transformers")
@@ -56,3 +57,70 @@ def test_a_wrong_dim_in_a_description_is_rejected() -> None:
     tensor.cuts["h.weight"] = 1
     with rejects("M140", "h.weight", "dim 1", 'cuts={"h.weight": 1}'):
         _check_cut(torch.nn.Linear(2, 2), "h", Description(splits={"h": Split.COLUMN}), tensor)
+
+
+def test_a_model_that_cannot_be_run_without_memory_has_blocks() -> None:
+    """DBRX reads weights of a module without calling it, inside a block. Without blocks, zero=3 would not gather
+    them."""
+    described = describe(huggingface.build("dbrx"))
+    assert described.blocks == ("transformer.blocks.0", "transformer.blocks.1")
+    assert "cannot be run without memory" in described.why_not["pp"]
+    assert Split.VOCABULARY not in described.splits.values()
+
+
+def test_blocks_that_share_parameters_are_none() -> None:
+    described = describe(huggingface.build("zamba2"))
+    assert described.blocks == ()
+    assert "share parameters" in described.why_not["pp"]
+    assert not any("shared_transformer" in name for name, how in described.splits.items() if how is Split.COLUMN)
+    assert "share parameters" in described.why_not["cp"]
+
+
+def test_a_bias_of_all_logits_beside_the_head_keeps_it_whole() -> None:
+    """A rank would add all numbers to a part of the logits."""
+    assert Split.VOCABULARY not in describe(huggingface.build("esm")).splits.values()
+    assert Split.VOCABULARY in describe(huggingface.build("bert")).splits.values()
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [
+        ("falcon alibi", "transformer.h.*.mlp.dense_h_to_4h"),  # adds to an output of the trial in place
+        ("mpt", "transformer.blocks.*.ffn.up_proj"),  # its mask is no number in float32
+        ("granitemoe", "model.layers.*.self_attn.q_proj"),  # its blocks are given a cache
+        wide(
+            "roberta-prelayernorm", "roberta_prelayernorm.encoder.layer.*.intermediate.dense"
+        ),  # no list of what it names
+    ],
+)
+def test_layers_that_a_trial_finds(kind: str, columns: str) -> None:
+    assert describe(huggingface.build(kind)).splits[columns] is Split.COLUMN
+
+
+def test_elements_of_a_list_are_called_and_not_the_list() -> None:
+    described = describe(huggingface.build("gemma3n"))
+    assert "model.altup_projections.0" in described.before_blocks
+    assert "model.altup_unembed_projections.0" in described.after_blocks
+    assert "pp" not in described.why_not
+
+
+def test_why_layers_stay_whole_is_a_property_of_the_model() -> None:
+    why = describe(huggingface.build("mamba2")).why_not["tp"]
+    assert "mixes all features on the way from backbone.layers.*.mixer.in_proj to mixer.out_proj" in why
+
+
+@pytest.mark.parametrize("kind", ["apertus", wide("ernie4.5-moe"), wide("afmoe")])
+def test_parameters_outside_of_linear_layers_may_compute_each_token(kind: str) -> None:
+    """A trial shows it: an activation with numbers of its own, and biases of routers."""
+    assert "cp" not in describe(huggingface.build(kind)).why_not
+
+
+def test_states_of_a_forward_before_are_copied() -> None:
+    """RecurrentGemma keeps its last state, with a history that cannot be copied."""
+    model = huggingface.build("recurrent-gemma")
+    model(**huggingface.batch("recurrent-gemma"))
+    assert describe(model).blocks
+
+
+def test_a_model_that_scales_by_masked_tokens_cannot_divide_them() -> None:
+    assert "masked tokens" in describe(huggingface.build("esm")).why_not["cp"]

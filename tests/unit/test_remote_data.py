@@ -20,7 +20,7 @@ import pytest
 from shoal.config.recipe import DataSection
 from shoal.data.dataset import Dataset
 from shoal.data.sources.open import open_datasets
-from shoal.data.sources.remote import download, isolated, job
+from shoal.data.sources.remote import download, isolated, job, object_store
 from shoal.data.sources.remote.listing import Listing, RemoteFile, checked
 from tests.rejects import rejects
 
@@ -258,3 +258,10 @@ def test_a_child_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolated, "starts_threads", lambda protocol: True)
     with rejects("D095", "s3://", "code 3"):
         isolated.in_child("s3", os._exit, 3)
+
+
+def test_an_etag_is_the_same_with_and_without_its_quotes() -> None:
+    listed = object_store._file("a", "bucket/a", {"size": 1, "ETag": "5d41"})
+    looked_up = object_store._file("a", "bucket/a", {"size": 1, "ETag": '"5d41"'})
+    assert not listed.is_other(looked_up)
+    assert listed.is_other(object_store._file("a", "bucket/a", {"size": 1, "ETag": '"5d42"'}))

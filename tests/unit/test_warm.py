@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,21 @@ def test_files_keep_their_numbers() -> None:
     os.close(writing)
     with open(reading, "rb") as file:
         assert file.read() == b"x"  # and an end: nobody else has the pipe
+
+
+HAS_LOW_FILES = """
+import os, subprocess, sys
+reading, writing = os.pipe()
+copies = [os.dup2(writing, number) for number in range(5, 60)]
+code = "import gc, os; gc.collect(); [os.fstat(number) for number in range(5, 60)]"
+sys.exit(subprocess.run([sys.argv[1], "-c", code], pass_fds=copies).returncode)
+"""
+
+
+def test_no_file_of_a_caller_is_closed() -> None:
+    """They get numbers that files of the server had, which once closed these numbers when they became garbage."""
+    ended = subprocess.run([sys.executable, "-c", HAS_LOW_FILES, warm_python()], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_who_kills_it_kills_the_process(tmp_path: Path) -> None:

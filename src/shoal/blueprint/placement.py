@@ -292,11 +292,11 @@ def divides_tokens_of(description: Description, module: str) -> bool:
 def is_partial(description: Description, name: str, *, splits_tokens: bool) -> bool:
     """Whether each tp rank has only its own share of a parameter's gradient: that of its tokens, or of its heads."""
     module, _, own = name.rpartition(".")
-    around = {split_of(description, outer) for outer in modules_around(name)}
-    how = split_of(description, module)
+    around = [found for outer in modules_around(name) if (found := split_of(description, outer)) is not None]
+    how, innermost = split_of(description, module), around[-1] if around else None
     is_late_bias = own == "bias" and how is Split.ROW  # added after the sum
-    is_of_tokens = bool(around & {Split.SEQUENCE, Split.ALL_TOKENS, Split.EXPERTS}) or is_late_bias
-    is_of_heads = bool(around & {Split.HEADS, Split.LATENT}) and description.cut_of(name) is None
+    is_of_tokens = innermost in (Split.SEQUENCE, Split.ALL_TOKENS, Split.EXPERTS) or is_late_bias
+    is_of_heads = bool({*around} & {Split.HEADS, Split.LATENT}) and description.cut_of(name) is None
     divides = splits_tokens and is_of_tokens and divides_tokens_of(description, module)
     return is_of_heads or (how, own) in PARTIAL or divides
 

@@ -232,7 +232,7 @@ class _Files(Mapping[str, Reader]):
         self.folder, self.manifest, self.disk = folder, manifest, disk or Filesystem()
         self._open: dict[str, Reader] = {}
         self._stack = ExitStack()
-        self._reading = Reading()
+        self._reading = Reading(at_once=self.disk.reads_at_once)
 
     def __enter__(self) -> _Files:
         return self

@@ -31,7 +31,7 @@ ABOUT = {
     "diff": "compare two steps tensor by tensor, whatever layouts wrote them",
     "export": "write a step as safetensors, or for Hugging Face, torch.distributed.checkpoint or torch.load",
     "merge": "write the model of a run with its LoRA added to the weights",
-    "import": "make a checkpoint from safetensors, or from a folder of Hugging Face or torch.distributed.checkpoint",
+    "import": "make a checkpoint from safetensors, or a folder of Hugging Face, torch, DeepSpeed or Megatron-LM",
 }
 
 
@@ -144,19 +144,22 @@ class Import:
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FROM")]
-    """A safetensors file, a folder of them, or a folder of torch.distributed.checkpoint or of DeepSpeed."""
+    """A safetensors file, a folder of them, or a folder of torch.distributed.checkpoint, DeepSpeed or Megatron-LM."""
 
     to: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TO")]
     """The directory to create."""
 
-    format: Literal["auto", "safetensors", "huggingface", "dcp", "deepspeed"] = "auto"
+    format: Literal["auto", "safetensors", "huggingface", "dcp", "deepspeed", "megatron"] = "auto"
     """The format of the source. auto: by the names of its files."""
 
     step: int | None = None
-    """The step number of the checkpoint. None: that of a checkpoint of DeepSpeed; else 0."""
+    """The step number of the checkpoint. None: that of a checkpoint of DeepSpeed or Megatron-LM; else 0."""
 
     prefix: str = ""
     """A prefix of the weights' names, such as `model.`. Tensors without it are skipped."""
+
+    vocabulary: int | None = None
+    """The size of the vocabulary without the padding that Megatron-LM adds. None: the padding stays."""
 
     overwrite: bool = False
     """Replace an earlier import."""
@@ -292,8 +295,9 @@ def _import(options: Import) -> int:
     from shoal.checkpoint.formats.import_ import ImportSettings, import_checkpoint, read
 
     settings = ImportSettings(
-        format=options.format, step=options.step, prefix=options.prefix, overwrite=options.overwrite
-    )
+        format=options.format, step=options.step, prefix=options.prefix, vocabulary=options.vocabulary,
+        overwrite=options.overwrite,
+    )  # fmt: skip
     found = read(options.source, settings)
     with _progress_bar("importing", found.num_bytes, options) as advance:
         path = import_checkpoint(found, options.to, settings, advance)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.blueprint.description import Description, Split, matches
-from shoal.blueprint.placement import is_inside
+from shoal.blueprint.placement import is_inside, named
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.check import check_plan
 from shoal.blueprint.validation.description import check_names
@@ -221,7 +221,7 @@ def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> 
         kinds = {description.split_of(name.rpartition(".")[0]) for name in shared} if layout.tp > 1 else set()
         is_cut = bool(kinds - {*WHOLE})
         is_one_vocabulary = kinds == {Split.VOCABULARY}  # `split` makes one piece of it
-        if (not is_cut or is_one_vocabulary) and _is_on_one_side(shared, description):
+        if (not is_cut or is_one_vocabulary) and _is_on_one_side(shared, description, is_pipeline=layout.pp > 1):
             continue
         if not is_cut and not is_divided:
             continue
@@ -236,11 +236,13 @@ def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> 
             )
 
 
-def _is_on_one_side(shared: Sequence[str], description: Description) -> bool:
-    """Whether all names of a parameter are before the blocks, or all after them: one stage and one unit has them."""
+def _is_on_one_side(shared: Sequence[str], description: Description, *, is_pipeline: bool) -> bool:
+    """Whether all names of a parameter are before the blocks, or all after them, or all in no module of the
+    description: one stage and one unit has them."""
     owners = [name.rpartition(".")[0] for name in shared]
     sides = (description.before_blocks, description.after_blocks)
-    return any(all(is_inside(owner, side) for owner in owners) for side in sides)
+    is_beside = not any(is_inside(owner, named(description)) for owner in owners)  # without a pipeline, the root has it
+    return (is_beside and not is_pipeline) or any(all(is_inside(owner, side) for owner in owners) for side in sides)
 
 
 def _reject_unequal_models(model: nn.Module, plan: Plan, tensor: TensorParallel) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shoal.blueprint.description import Description, Split, matches
-from shoal.blueprint.placement import cut_dim, divides_tokens_of
+from shoal.blueprint.placement import cut_dim, divides_tokens_of, is_inside
 from shoal.errors import ShoalError
 from shoal.parallel.tensor import (
     ColumnParallelLinear,
@@ -57,6 +57,7 @@ def split(model: nn.Module, names: Iterable[str], description: Description, tens
                 _hook_region(layer, tensor, is_deep=Split.LATENT in splits)
             elif how is not None:
                 divides = tensor.splits_tokens and divides_tokens_of(description, inner)
+                _note_partial(layer, inner, how, description, tensor, divides_tokens=divides)
                 _split_layer(layer, inner, how, tensor, pieces, divides_tokens=divides)
                 _check_cut(layer, inner, description, tensor)
             if tensor.splits_tokens and inner in description.token_blocks:
@@ -68,6 +69,19 @@ def split(model: nn.Module, names: Iterable[str], description: Description, tens
     share_pieces(model, names, pieces, tensor.cuts)
 
 
+def _note_partial(
+    layer: nn.Module, name: str, how: Split, description: Description, tensor: TensorParallel, *, divides_tokens: bool
+) -> None:
+    """Note the parameters of a whole layer whose gradients are shares. A layer inside of it may be split by itself, as
+    the shared experts of a mixture whose router has a bias."""
+    if not (how in (Split.HEADS, Split.LATENT) or (how in WHOLE and divides_tokens)):
+        return
+    inside = [inner for inner, _ in layer.named_modules(prefix=name) if inner != name]
+    others = [inner for inner in inside if description.split_of(inner) not in (None, *WHOLE)]
+    every = (f"{name}.{own}" for own, _ in layer.named_parameters())
+    tensor.partial.update(parameter for parameter in every if not is_inside(parameter, others))
+
+
 def _split_layer(
     layer: Any,
     name: str,
@@ -77,9 +91,6 @@ def _split_layer(
     *,
     divides_tokens: bool,
 ) -> None:
-    names = [f"{name}.{own}" for own, _ in layer.named_parameters(recurse=how in WHOLE)]
-    if how in (Split.HEADS, Split.LATENT) or (how in WHOLE and divides_tokens):
-        tensor.partial.update(names)
     if how is Split.SEQUENCE and divides_tokens and type(layer) is nn.Embedding:
         become(layer, PositionEmbedding, tensor, pieces)
     if how is Split.ALL_TOKENS and divides_tokens:

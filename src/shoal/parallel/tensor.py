@@ -40,6 +40,9 @@ from shoal.errors import ShoalError, listed
 from shoal.numerics.precision import in_autocast_dtype
 from shoal.parallel.tensor_parts.packed import cut
 
+ATTENTION_FLAGS = ("is_causal", "causal")
+"""What attentions of transformers, and `shoal.Attention`, say of themselves."""
+
 
 class TensorParallel:
     """The tp group of a rank and the state that its split layers share. Without a group it is the identity."""
@@ -65,6 +68,8 @@ class TensorParallel:
         """The input of the region that is running, if it entered before the region's first layer."""
         self._is_deep = False
         """Whether layers of that region may read what whole layers inside of it compute."""
+        self._takes_rows = False
+        """Whether a region may read samples and tokens as one dim: it is no attention, and computes each row alone."""
 
     def enter(self, x: Tensor, *, all_tokens: bool = False) -> Tensor:
         """Pass a replicated tensor into a split region. Queries, keys and values read one x: it enters once.
@@ -83,19 +88,21 @@ class TensorParallel:
             self._outside = x
             wide = in_autocast_dtype(x)  # cast before it is sent, as the product would
             if self.splits_tokens and not all_tokens:
-                _check_tokens(wide)
+                if not self._takes_rows:
+                    _check_tokens(wide)
                 self._inside = gather_tokens(wide, self.group)
             else:
                 self._inside = enter(wide, self.group)
         return self._inside
 
     def enter_region(
-        self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], *, is_deep: bool = False
+        self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], *, is_deep: bool = False
     ) -> Any:
         """A hook before a region: its input, the first argument or `hidden_states`, enters. Code inside that reads the
         shape of its input then sees all tokens, as its layers do."""
         self._is_deep = is_deep
         self._region = None  # a recomputation ends inside of a region, as soon as it has all that was saved
+        self._takes_rows = not _has_attention(module)
         if arguments and isinstance(arguments[0], Tensor):
             self._region = self.enter(arguments[0])
             return (self._region, *arguments[1:]), options
@@ -104,7 +111,7 @@ class TensorParallel:
 
     def leave_region(self, *_: Any) -> None:
         """A hook after a region."""
-        self._region = None
+        self._region, self._takes_rows = None, False
 
     def leave(self, x: Tensor, *, all_tokens: bool = False) -> Tensor:
         """Sum the partial results of a split region into a replicated tensor; `all_tokens`: without dividing it."""
@@ -153,6 +160,11 @@ class TensorParallel:
                 fix=f"sp=off in the plan, or a sequence length that {self.degree} divides",
                 code="P032",
             )
+
+
+def _has_attention(region: nn.Module) -> bool:
+    """Whether a region may need to know which rows are tokens of one sample."""
+    return any(isinstance(getattr(one, name, None), bool) for one in region.modules() for name in ATTENTION_FLAGS)
 
 
 def _check_tokens(x: Tensor) -> None:

@@ -299,6 +299,10 @@ def _stand_ins() -> dict[tuple[str, str], Any]:
             "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
         ),
         "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+        "torch.distributed.checkpoint.planner": (  # Megatron keeps the plans of all ranks
+            "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+        ),
+        "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),  # 0.15 and before
         "torch.serialization": ("_get_layout",),
         "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
         "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),

@@ -1,4 +1,4 @@
-"""Import a checkpoint: safetensors, a Hugging Face folder, or a folder of torch.distributed.checkpoint or DeepSpeed.
+"""Import a checkpoint: safetensors, or a folder of Hugging Face, torch.distributed.checkpoint, DeepSpeed or Megatron.
 
 Tensors are read box by box and written to files of bounded size, a larger tensor in several pieces. The result is an
 ordinary checkpoint: with hashes, complete or absent, and loadable on any layout.
@@ -18,6 +18,8 @@ from shoal.checkpoint.formats.deepspeed.read import read_deepspeed
 from shoal.checkpoint.formats.deepspeed.zero import num_steps, step_folder
 from shoal.checkpoint.formats.export import failed, reject_full_disk, reject_path_inside_file
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
+from shoal.checkpoint.formats.megatron.common import is_megatron
+from shoal.checkpoint.formats.megatron.read import read_megatron
 from shoal.checkpoint.save import key_of
 from shoal.checkpoint.storage import shard_file
 from shoal.checkpoint.storage.locate import find
@@ -25,7 +27,7 @@ from shoal.checkpoint.storage.manifest import NAME, Entry, File, Manifest, Piece
 from shoal.checkpoint.storage.store import Store
 from shoal.errors import ShoalError, listed
 
-FORMATS = ("auto", "safetensors", "huggingface", "dcp", "deepspeed")
+FORMATS = ("auto", "safetensors", "huggingface", "dcp", "deepspeed", "megatron")
 FILE_BYTES = 256 * 2**20
 """Maximum bytes of one file of the checkpoint, which is in memory while it is written; a larger box has its own."""
 
@@ -39,6 +41,8 @@ class ImportSettings:
     """The step of the checkpoint. None: that of the source, or 0 if it has none."""
     prefix: str = ""
     """The prefix of the names of weights; other tensors are left out."""
+    vocabulary: int | None = None
+    """The size of the vocabulary, of which Megatron's files have padding; None: the padding stays."""
     overwrite: bool = False
     file_bytes: int = FILE_BYTES
     """Maximum bytes of one file of the checkpoint."""
@@ -115,8 +119,12 @@ def _reject_existing(store: Store, step: int, *, overwrite: bool) -> None:
 def read(source: Path, how: ImportSettings) -> Foreign:
     """Read a foreign checkpoint."""
     kind = detect(source) if how.format == "auto" else how.format
+    if how.vocabulary is not None and kind != "megatron":
+        raise ShoalError(f"--vocabulary is of --format megatron, got {kind}", fix="leave --vocabulary out", code="C042")
     if kind == "deepspeed":
         return _deepspeed(source, how.prefix)
+    if kind == "megatron":
+        return _megatron(source, how)
     section = None
     others: list[str] = []
     if kind == "dcp":
@@ -150,10 +158,27 @@ def _deepspeed(source: Path, prefix: str) -> Foreign:
     return _sorted_out(found, named, prefix)
 
 
+def _megatron(source: Path, how: ImportSettings) -> Foreign:
+    """Read a checkpoint of Megatron-LM."""
+    _reject_missing(source)
+    if how.prefix:
+        raise ShoalError(
+            f"--prefix is of other formats than megatron, got {how.prefix!r}",
+            fix=f"leave --prefix out; or --format dcp --prefix {how.prefix}",
+            code="C042",
+        )
+    found = read_megatron(source, vocabulary=how.vocabulary)
+    return Foreign(
+        source.name, "megatron", found.weights, found.states, found.left_out, found.num_steps, found.section
+    )  # fmt: skip
+
+
 def detect(source: Path) -> str:
     """Detect the format of a file or folder by its names."""
     _reject_missing(source)
     if source.is_dir():
+        if is_megatron(source):
+            return "megatron"
         if (source / dcp.METADATA).is_file():
             return "dcp"
         if step_folder(source) is not None:
@@ -165,8 +190,8 @@ def detect(source: Path) -> str:
         return "safetensors"
     raise ShoalError(
         f"{source} is not in a format that can be imported",
-        fix=f"a .safetensors file, a folder of them, a folder with {dcp.METADATA}, or one of DeepSpeed; --format says"
-        " which. A .pt or .bin file: save it as safetensors first,"
+        fix=f"a .safetensors file, a folder of them, a folder with {dcp.METADATA}, or one of DeepSpeed or"
+        " Megatron-LM; --format says which. A .pt or .bin file: save it as safetensors first,"
         " safetensors.torch.save_file(torch.load(..., weights_only=True), ...)",
         code="C046",
     )

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 
+import torch
 from torch import Tensor
 
 from shoal.checkpoint.storage.manifest import SIZES, Shape
+from shoal.checkpoint.storage.shard_file import DTYPES
 
 BLOCK = 8 * 2**20
 """Bytes that are read at a time, unless a row is larger."""
@@ -95,3 +97,21 @@ def part_of(tensor: LazyTensor, begin: Shape, shape: Shape) -> LazyTensor:
 
 def _cut(box: Box, where: tuple[int | slice, ...]) -> Tensor:
     return box.read()[where]
+
+
+def full(tensor: LazyTensor) -> Tensor:
+    """All values of a tensor."""
+    out = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+    for box in tensor.boxes:
+        where = tuple(slice(b, b + s) for b, s in zip(box.begin, box.shape, strict=True))
+        out[where] = box.read()
+    return out
+
+
+def derived(tensor: LazyTensor, shape: Shape, compute: Callable[[Tensor], Tensor]) -> LazyTensor:
+    """A tensor of the same dtype that is computed from all values of another one when it is read."""
+
+    def read() -> Tensor:
+        return compute(full(tensor)).contiguous()
+
+    return LazyTensor(tensor.dtype, shape, (Box((0,) * len(shape), shape, read),))

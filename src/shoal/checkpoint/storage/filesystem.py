@@ -31,6 +31,8 @@ class Source(Protocol):
     """A file that several threads read at a time."""
 
     size: int
+    block: int
+    """Bytes that are best read at a time."""
 
     def read_into(self, begin: int, view: memoryview) -> int:
         """Fill memory from the file at an offset; return the number of bytes read."""
@@ -46,6 +48,8 @@ class Filesystem:
 
     renames = True
     """Whether renaming a directory is atomic."""
+    reads_at_once = 4
+    """Threads that read, and hash what they have read."""
 
     def __init__(self, faults: Faults | None = None) -> None:
         self.count = 0
@@ -69,8 +73,8 @@ class Filesystem:
         self._may_fail(path)
         path.mkdir(exist_ok=True)
 
-    def create(self, path: Path) -> Any:
-        """Create a file to write to."""
+    def create(self, path: Path, num_bytes: int = 0) -> Any:
+        """Create a file to write to. `num_bytes`: its size, if it is known."""
         self._may_fail(path)
         return opened(path, "wb", buffering=0)
 
@@ -169,6 +173,10 @@ class Filesystem:
         finally:
             path.unlink(missing_ok=True)
 
+    def take_notes(self, where: str) -> list[str]:
+        """Return messages for the user about this file system since the last call."""
+        return []
+
     def _make_lasting(self, path: Path) -> None:
         if path not in self._lasting or not path.is_dir():
             make_directory(path)
@@ -241,6 +249,8 @@ class Filesystem:
 
 class _Local:
     """A local file."""
+
+    block = 4 * 2**20
 
     def __init__(self, path: Path) -> None:
         self._handle = open_regular(path)

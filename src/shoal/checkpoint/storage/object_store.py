@@ -13,47 +13,35 @@ from typing import Any
 
 from shoal.blueprint.faults import Faults
 from shoal.checkpoint.storage.filesystem import Filesystem
-from shoal.errors import ShoalError
-from shoal.url_filesystem import nearest_protocol, url_filesystem
-
-LOCAL = ("file", "local")
-"""Protocols of the local disk, which guarantees more than fsspec requires."""
-
-
-def filesystem_at(where: str | Path) -> tuple[Filesystem, Path]:
-    """Return the file system of a path or a URL, and its name there."""
-    protocol, is_url, rest = str(where).partition("://")
-    if not is_url:
-        return Filesystem(), Path(where)
-    if protocol in LOCAL:
-        return Filesystem(), Path(rest)
-    try:
-        system, path = url_filesystem(str(where))
-    except LookupError as error:
-        fix = f"{nearest_protocol(str(where))}://..."
-        raise ShoalError(f"{where} cannot be opened: {error}", fix=fix, code="C016") from error
-    return ObjectStore(system), Path(path)
+from shoal.checkpoint.storage.retry import Requests
+from shoal.url_filesystem import error_code
 
 
 class ObjectStore(Filesystem):
     """A file system of fsspec, possibly without rename and directories."""
 
     renames = False
+    reads_at_once = 8  # one connection alone is slow
 
     def __init__(self, system: Any, faults: Faults | None = None) -> None:
         super().__init__(faults)
         self.system = system
+        self.requests = Requests()
+
+    def request(self, function: Any, *words: Any, **named: Any) -> Any:
+        """Call a function of the file system, patiently: see `shoal.checkpoint.storage.retry`."""
+        return self.requests(function, *words, **named)
 
     def make(self, path: Path) -> None:
         """Create a directory, if the store has them."""
         self._may_fail(path)
-        self.system.makedirs(str(path), exist_ok=True)
+        self.request(self.system.makedirs, str(path), exist_ok=True)
 
     def make_draft(self, path: Path) -> None:
         """Create a directory, if the store has them."""
         self.make(path)
 
-    def create(self, path: Path) -> Any:
+    def create(self, path: Path, num_bytes: int = 0) -> Any:
         """Create an object; it appears when it is closed."""
         self._may_fail(path)
         return self.system.open(str(path), "wb")
@@ -74,7 +62,7 @@ class ObjectStore(Filesystem):
     def put(self, path: Path, text: bytes) -> None:
         """Write a small object atomically."""
         self._may_fail(path)
-        self.system.pipe_file(str(path), b"".join(self._as_ordered((text,))))
+        self.request(self.system.pipe_file, str(path), b"".join(self._as_ordered((text,))))
 
     def rename(self, old: Path, new: Path) -> None:
         """Raise: it would be a copy."""
@@ -86,8 +74,9 @@ class ObjectStore(Filesystem):
     def remove(self, path: Path) -> None:
         """Remove an object, or all objects below a name."""
         self._may_fail(path)
+        self.system.invalidate_cache()  # else objects that others have written would stay
         with suppress(FileNotFoundError):
-            self.system.rm(str(path), recursive=True)
+            self.request(self.system.rm, str(path), recursive=True)
 
     def give_up(self, file: Any) -> None:
         """Discard an unfinished object. If the store cannot, it is stored as it is: a step without a manifest does not
@@ -103,27 +92,33 @@ class ObjectStore(Filesystem):
         """Return the names in a directory; none, if it does not exist."""
         self.system.invalidate_cache()
         try:
-            found = {Path(path).name for path in self.system.ls(str(directory), detail=False)}
-        except FileNotFoundError:
+            found = {Path(path).name for path in self.request(self.system.ls, str(directory), detail=False)}
+        except FileNotFoundError as error:
+            if error_code(error) == "NoSuchBucket":
+                raise
             return []
         return sorted(found - {directory.name})  # some stores list an object for the directory itself
 
     def has(self, path: Path) -> bool:
-        """Whether an object exists."""
+        """Whether an object exists. Raises if the store does not say: a step without a manifest is removed."""
         self.system.invalidate_cache()
-        return bool(self.system.isfile(str(path)))
+        try:
+            return bool(self.request(self.system.info, str(path))["type"] == "file")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def size(self, path: Path) -> int:
         """Return the bytes of an object."""
-        return int(self.system.size(str(path)))
+        self.system.invalidate_cache()
+        return int(self.request(self.system.size, str(path)))
 
     def read(self, path: Path, most: int) -> bytes:
         """Read an object, up to `most` bytes."""
-        return bytes(self.system.cat_file(str(path), start=0, end=most))
+        return bytes(self.request(self.system.cat_file, str(path), start=0, end=most))
 
     def open(self, path: Path) -> _Object:
         """Open an object for reading."""
-        return _Object(self.system, str(path))
+        return _Object(self, path)
 
     def free(self, path: Path) -> int | None:
         """Return None: unknown."""
@@ -131,26 +126,28 @@ class ObjectStore(Filesystem):
 
     def probe(self, directory: Path) -> None:
         """Store something and remove it again; raise if that fails."""
-        path = str(directory / self._probe_name())
-        self.system.makedirs(str(directory), exist_ok=True)
-        self.system.pipe_file(path, b"shoal")
-        self.system.rm(path)
+        path = directory / self._probe_name()
+        self.make(directory)
+        self.request(self.system.pipe_file, str(path), b"shoal")
+        self.request(self.system.rm_file, str(path))  # `rm` would not say that it is forbidden
+
+    def take_notes(self, where: str) -> list[str]:
+        """Return messages for the user about requests since the last call."""
+        return self.requests.take_notes(where)
 
 
 class _Object:
     """An object that several threads read at a time."""
 
-    def __init__(self, system: Any, path: str) -> None:
-        self._system, self._path = system, path
-        self.size = int(system.size(path))
+    block = 16 * 2**20
+
+    def __init__(self, store: ObjectStore, path: Path) -> None:
+        self._store, self._path = store, str(path)
+        self.size = store.size(path)
 
     def read_into(self, begin: int, view: memoryview) -> int:
-        try:
-            data = self._system.cat_file(self._path, start=begin, end=begin + len(view))
-        except OSError:
-            raise
-        except Exception as error:  # each store raises its own kind
-            raise OSError(f"{type(error).__name__}: {error}") from error
+        end = begin + len(view)
+        data = self._store.request(self._store.system.cat_file, self._path, start=begin, end=end)
         view[: len(data)] = data
         return len(data)
 

@@ -37,7 +37,7 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 MOST_HEADER = 100 * 2**20
 """Maximum bytes of a header; the safetensors package has the same limit."""
 THREADS = 4
-"""Threads that hash and read: one hashes 1 to 2 GB a second."""
+"""Threads that hash what is written: one hashes 1 to 2 GB a second."""
 AHEAD = 8
 """Chunks that may wait to be hashed, and so stay in memory, while later ones are written."""
 BLOCK = 16 * CHUNK
@@ -55,7 +55,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], disk: Filesystem) -> File:
     text += b" " * (-len(text) % 8)
     head = memoryview(len(text).to_bytes(8, "little") + text)
     hashes: list[Future[str]] = []
-    file = disk.create(path)
+    file = disk.create(path, len(head) + end)
     try:
         with ThreadPoolExecutor(THREADS, "shoal-hash") as pool:
             for chunk in _chunks(itertools.chain([head], map(bytes_of, tensors.values()))):
@@ -101,9 +101,9 @@ def _sha256(parts: Iterable[memoryview]) -> str:
 class Reading:
     """State that the readers of several files share: threads, and a cache of recently read chunks."""
 
-    def __init__(self, most_chunks: int = 16) -> None:
+    def __init__(self, most_chunks: int = 16, *, at_once: int = Filesystem.reads_at_once) -> None:
         self.most_chunks = most_chunks
-        self.threads = ThreadPoolExecutor(THREADS, "shoal-read")
+        self.threads = ThreadPoolExecutor(at_once, "shoal-read")
         self._kept: OrderedDict[tuple[Path, int], Future[memoryview]] = OrderedDict()
 
     def keep(self, path: Path, number: int, chunk: Future[memoryview]) -> None:
@@ -177,15 +177,17 @@ class Reader:
         assert 0 <= begin <= begin + len(view) <= self.file.size
         straight: list[Future[None]] = []
         through: list[tuple[Future[memoryview], int, memoryview]] = []
+        # After a long read, the next one is probably long: better as one request than by chunks.
+        is_ahead = len(view) < CHUNK or self._source.block <= CHUNK
         while view:
             number, at = divmod(begin, CHUNK)
-            size = min(self._size_of(number) - at, len(view))
-            if size == self._size_of(number) and not self._reading.kept(self.path, number):
-                straight.append(self._reading.threads.submit(self._read_chunk, number, view[:size]))
+            if size := 0 if at else self._whole_chunks(number, len(view)):
+                straight.append(self._reading.threads.submit(self._read_chunks, number, view[:size]))
             else:
-                through.append((self._chunk(number), at, view[:size]))
-            self._last = number
+                size = min(self._size_of(number) - at, len(view))
+                through.append((self._chunk(number, is_ahead), at, view[:size]))
             begin, view = begin + size, view[size:]
+            self._last = (begin - 1) // CHUNK
         wait(straight)  # for all: none may write to this memory after another one has failed
         for done in straight:
             done.result()
@@ -195,9 +197,18 @@ class Reader:
     def _size_of(self, number: int) -> int:
         return min(CHUNK, self.file.size - number * CHUNK)
 
-    def _chunk(self, number: int) -> Future[memoryview]:
-        """Read a chunk of which a part is needed; cache the rest, and prefetch the next chunk."""
-        if number == self._last + 1 and (number + 1) * CHUNK < self.file.size:
+    def _whole_chunks(self, number: int, room: int) -> int:
+        """Return the bytes of the chunks from one on that are read at a time, directly to their target."""
+        size = 0
+        for each in range(number, min(number + self._source.block // CHUNK, len(self.file.hashes))):
+            if size + self._size_of(each) > room or self._reading.kept(self.path, each):
+                break
+            size += self._size_of(each)
+        return size
+
+    def _chunk(self, number: int, is_ahead: bool) -> Future[memoryview]:
+        """Read a chunk of which a part is needed; cache the rest, and prefetch the next chunk if `is_ahead`."""
+        if is_ahead and number == self._last + 1 and (number + 1) * CHUNK < self.file.size:
             self._fetch(number + 1)
         return self._fetch(number)
 
@@ -210,18 +221,23 @@ class Reader:
 
     def _new_chunk(self, number: int) -> memoryview:
         view = memoryview(bytearray(self._size_of(number)))
-        self._read_chunk(number, view)
+        self._read_chunks(number, view)
         return view
 
-    def _read_chunk(self, number: int, view: memoryview) -> None:
-        begin = number * CHUNK
-        place = f"bytes {begin:,} to {begin + len(view):,}"
+    def _read_chunks(self, first: int, view: memoryview) -> None:
+        """Fill memory with whole chunks, from one on, and check each."""
+        begin = first * CHUNK
         try:
             count = self._source.read_into(begin, view)
         except OSError as error:
+            place = f"bytes {begin:,} to {begin + len(view):,}"
             raise _damaged(self.path, f"{place} cannot be read: {error.strerror or error}") from error
-        if count != len(view) or (self.verify and hashlib.sha256(view).hexdigest() != self.file.hashes[number]):
-            raise _damaged(self.path, f"{place} differ from what was written{self._tensors_in(number)}")
+        for number, at in enumerate(range(0, len(view), CHUNK), first):
+            chunk = view[at : at + CHUNK]
+            is_cut = count < at + len(chunk)
+            if is_cut or (self.verify and hashlib.sha256(chunk).hexdigest() != self.file.hashes[number]):
+                place = f"bytes {begin + at:,} to {begin + at + len(chunk):,}"
+                raise _damaged(self.path, f"{place} differ from what was written{self._tensors_in(number)}")
 
     def _tensors_in(self, number: int) -> str:
         """Return the tensors in a chunk, as far as the header is known to be right."""

@@ -28,8 +28,9 @@ from pathlib import Path
 
 from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import MOST_BYTES, NAME, Manifest
-from shoal.checkpoint.storage.object_store import filesystem_at
+from shoal.checkpoint.storage.open_filesystem import filesystem_at
 from shoal.errors import Problem, ShoalError, raise_if
+from shoal.url_filesystem import fix_of, reason
 
 LATEST = "latest"
 ASIDE = "aside-"
@@ -112,7 +113,7 @@ class Store:
     def take_notes(self) -> list[str]:
         """Return messages for the user about saves since the last call."""
         taken, self._notes = self._notes, []
-        return taken
+        return taken + self.disk.take_notes(self.where)
 
     def commit(self, manifest: Manifest, unfinished: Callable[[str], None] | None = None) -> Path:
         """Commit a step, on one rank, when all its files are on the disk. On failure the draft is removed if possible.
@@ -140,10 +141,7 @@ class Store:
         except Exception as error:  # each store raises its own kind
             if unfinished is None:
                 raise
-            why = (
-                error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-            )
-            unfinished(f"step {manifest.step} is saved in {self.where}, {what}: {why}")
+            unfinished(f"step {manifest.step} is saved in {self.where}, {what}: {reason(error)}")
         return done
 
     def abandon(self, step: int) -> None:
@@ -255,17 +253,21 @@ class Store:
 
     # ---- space ------------------------------------------------------------------------------------------------------
 
+    def check(self) -> None:
+        """Raise if the steps cannot be listed, such as with wrong credentials for an object store."""
+        try:
+            self.disk.names(self.root)
+        except OSError as error:
+            fix = fix_of(self.where, error) or "--checkpoint.dir ELSEWHERE"
+            raise ShoalError(f"{self.where} cannot be read: {reason(error)}", fix=fix, code="C050") from error
+
     def room(self, num_bytes: int) -> None:
         """Raise if `num_bytes` do not fit here, or if nothing can be written here at all."""
         try:
             self.disk.probe(self.root)
-        except Exception as error:  # each store raises its own kind
-            why = (
-                error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-            )
-            raise ShoalError(
-                f"{self.where} cannot be written to: {why}", fix="--checkpoint.dir ELSEWHERE", code="C009"
-            ) from error
+        except OSError as error:
+            fix = fix_of(self.where, error) or "--checkpoint.dir ELSEWHERE"
+            raise ShoalError(f"{self.where} cannot be written to: {reason(error)}", fix=fix, code="C009") from error
         free = self.disk.free(self.root)
         if free is not None and free < num_bytes:
             raise ShoalError(

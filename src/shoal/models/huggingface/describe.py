@@ -31,7 +31,7 @@ from shoal.models.huggingface.order import Order, order_of
 from shoal.models.huggingface.pooled import pooled_output
 from shoal.models.huggingface.position_table import max_tokens_of
 from shoal.models.huggingface.splits.found_splits import FoundSplits, found_splits, heads_of, vocabulary_of
-from shoal.models.huggingface.splits.sequence import is_from_embedding, why_not_between_blocks
+from shoal.models.huggingface.splits.sequence import computes_each_token, is_from_embedding, why_not_between_blocks
 from shoal.parallel.lora.layers import LoRALinear
 
 T = TypeVar("T")
@@ -49,9 +49,10 @@ def describe(model: Any) -> Description:
     regions = {name.rpartition(".")[0] for name, style in declared.items() if style in (Split.COLUMN, Split.ROW)}
     followed = {region for region in regions if _is_split_whole(region, declared)}
     found = FoundSplits() if "tp" in why_not else found_splits(model, followed)
-    if "tp" not in why_not and not getattr(model, "tp_plan", None) and not found.splits:
-        why_not["tp"] = f"{type(model).__name__} declares no tp_plan, and no layers were found that may be split"
-    named = {} if "tp" in why_not else _splits(model, declared, followed, found)
+    is_divided = bool(followed or found.splits or (getattr(model, "tp_plan", None) and order.before))
+    if "tp" not in why_not and not is_divided:
+        why_not["tp"] = f"{type(model).__name__} {_why_not_split(order, found)}"
+    named = {} if "tp" in why_not else _splits(model, declared, followed, found, has_order=bool(order.before))
     divides_between = "cp" in why_not or not is_from_embedding(model, order, found)
     if "tp" in why_not:
         why_not["sp"] = why_not["tp"]
@@ -105,7 +106,7 @@ def _takes(model: Any, name: str) -> bool:
 
 def _why_not(model: Any, order: Order) -> Iterator[tuple[str, str]]:
     """Axis → the property of the architecture that is in its way."""
-    kind, blocks = type(model).__name__, order.blocks
+    kind = type(model).__name__
     is_pair = getattr(model.config, "is_encoder_decoder", False)
     if is_pair:
         yield "cp", f"{kind} has an encoder and a decoder, whose tokens have positions of their own"
@@ -113,15 +114,18 @@ def _why_not(model: Any, order: Order) -> Iterator[tuple[str, str]]:
             yield "tp", f"{kind} has an encoder and a decoder, and splits are derived for one of them alone"
     for axis in ("pp", "tp", "cp") if order.uncalled else ():
         yield axis, f"{kind} reads the parameters of {order.uncalled[0]} without calling it"
-    if not blocks:
-        yield "pp", f"{kind} has no blocks that run one after the other, with all else before or after them"
-    if not is_pair and not order.uncalled and (why := _why_not_context(model, blocks)) is not None:
+    if order.why_not is not None:
+        yield "pp", f"{kind} {order.why_not}"
+        if order.blocks and not order.before:  # what is around the blocks has no place
+            yield "tp", f"{kind} {order.why_not}"
+    if not is_pair and not order.uncalled and (why := _why_not_context(model, order)) is not None:
         yield "cp", f"{kind} {why}"
 
 
-def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
+def _why_not_context(model: Any, order: Order) -> str | None:
+    blocks = order.blocks
     if not blocks:
-        return "has no blocks that could be found"
+        return order.why_not or "has no blocks that could be found"
     if not _takes(model, "position_ids"):
         return "takes no position_ids, which tokens of a divided sequence need"
     tables = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.Embedding))
@@ -131,6 +135,9 @@ def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
     masked = next((name for name, one in model.named_modules() if _counts_from_mask(one)), None)
     if masked is not None:  # OPT
         return f"counts positions from its attention_mask ({masked}), where shoal would count from 0"
+    scaled = next((name for name, one in model.named_modules() if getattr(one, "token_dropout", False)), None)
+    if scaled is not None:  # ESM
+        return f"scales every token by the number of masked tokens in its sample ({scaled})"
     if not getattr(model, "_supports_flash_attn", False):
         return (
             "declares that flash attention cannot compute its attention, so that needs more than a scale and a window"
@@ -142,12 +149,20 @@ def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
     if without is not None:
         return f"has no attention in {without}"
     mixing = next((name for name in mixes_tokens(model, blocks)), None)
-    if mixing is not None:
-        return f"mixes tokens in {mixing}, outside of attention"
+    if mixing is not None and not computes_each_token(model, blocks):
+        return f"may mix tokens in {mixing}, outside of attention"
     pooled = pooled_output(model)
     return (
         None if pooled is None else f"computes {pooled or 'its output'} from some tokens of a sequence, not from each"
     )
+
+
+def _why_not_split(order: Order, found: FoundSplits) -> str:
+    if found.unproven:
+        return f"mixes all features on the way from {found.unproven[0]}, so no half of them can be computed alone"
+    if order.why_not is not None:
+        return order.why_not
+    return "has no linear layers of which each reads the output of the one before alone"
 
 
 def _counts_from_mask(module: nn.Module) -> bool:
@@ -168,13 +183,15 @@ def _owners(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _splits(
-    model: Any, declared: Mapping[str, Split | None], followed: set[str], proven: FoundSplits
+    model: Any, declared: Mapping[str, Split | None], followed: set[str], proven: FoundSplits, *, has_order: bool
 ) -> dict[str, Split]:
     """Name → split, for every region, norm, attention that stays whole, and module that has parameters of its
     own. `followed`: the regions that are split as the tp_plan declares."""
     found = dict.fromkeys(declared, Split.SEQUENCE)
     found |= {name: how for name, how in declared.items() if how is not None and is_inside(name, followed)}
-    found |= dict.fromkeys(followed, Split.REGION) | dict.fromkeys(vocabulary_of(model), Split.VOCABULARY)
+    found |= dict.fromkeys(followed, Split.REGION)
+    if has_order:  # else it is whole on every rank, with all that is outside of the blocks
+        found |= dict.fromkeys(vocabulary_of(model), Split.VOCABULARY)
     found |= dict.fromkeys(attentions(model).keys() - followed - proven.homes.keys(), Split.ALL_TOKENS)
     return found | proven.splits
 

@@ -37,7 +37,12 @@ def experts_in(model: nn.Module) -> dict[str, Any]:
 def blocks_without_plan(model: Any) -> Iterator[str]:
     """The elements of all lists of the modules that transformers keeps on one device; of a model that names none, of
     the list with the most parameters."""
-    kinds = set(getattr(model, "_no_split_modules", None) or (_kind_of_longest(model),))
+    found = list(_elements(model, set(getattr(model, "_no_split_modules", None) or ())))
+    yield from found or _elements(model, {_kind_of_longest(model)})
+
+
+def _elements(model: nn.Module, kinds: set[str]) -> Iterator[str]:
+    """The elements of all lists with modules of these classes alone."""
     inside: list[str] = []
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and {type(one).__name__ for one in module} <= kinds

@@ -7,8 +7,10 @@ one order: the blocks of the first, then those of the second. A model with param
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,8 +40,14 @@ class Order:
     """Modules whose parameters others read without calling them: they have no place in the order."""
     is_declared: bool = False
     """Whether the model's class says it."""
+    why_not: str | None = None
+    """Why stages cannot run it so; None: they can."""
 
 
+FRAMES = 16
+"""The length of a small sound, in steps of the convolutions that read it."""
+LONGEST_CAUSE = 100
+"""Characters of an error of torch that a message repeats."""
 _known: WeakKeyDictionary[nn.Module, Order] = WeakKeyDictionary()
 
 
@@ -47,8 +55,34 @@ def order_of(model: Any) -> Order:
     """The order of a model; without any names, if it has none."""
     if model not in _known:
         declared = _declared(model)
-        _known[model] = declared if _is_whole(model, declared) else _observed(model)
+        found = declared if _is_whole(model, declared) else _observed(model)
+        if _share(model, found.blocks):
+            found = Order(why_not="has blocks that share parameters")
+        _known[model] = found if found.blocks else _without_stages(model, found.why_not)
     return _known[model]
+
+
+def _without_stages(model: Any, why_not: str | None) -> Order:
+    """The blocks of a model that cannot be cut between them. Blocks that share parameters are none: a rank that gathers
+    one of them would miss what the other holds."""
+    blocks = tuple(blocks_without_plan(model))
+    return Order(blocks=() if _share(model, blocks) else blocks, why_not=why_not)
+
+
+def _share(model: nn.Module, blocks: tuple[str, ...]) -> bool:
+    owned = [{id(p) for p in model.get_submodule(name).parameters()} for name in blocks]
+    return sum(map(len, owned)) > len(set().union(*owned))
+
+
+def ends(model: Any) -> list[Any]:
+    """The embedding of tokens, and the layer of logits, of those that a model has."""
+    found = []
+    for method in (model.get_input_embeddings, model.get_output_embeddings):
+        try:
+            found.append(method())
+        except NotImplementedError:  # a model of images has none
+            continue
+    return [one for one in found if one is not None]
 
 
 def _is_whole(model: nn.Module, order: Order) -> bool:
@@ -72,8 +106,10 @@ def _declared(model: Any) -> Order:
 def _observed(model: Any) -> Order:
     """Run a copy without memory, and sort its modules by what they read."""
     blocks, inputs = tuple(blocks_without_plan(model)), inputs_of(model)
-    if not blocks or inputs is None:
-        return Order()
+    if not blocks:
+        return Order(why_not="has no list of modules that are alike")
+    if inputs is None:
+        return Order(why_not=f"takes {model.main_input_name}, of which shoal does not know the shape")
     beside = tuple(_beside(model, blocks))
     skeleton = skeleton_of(model)
     experts.install(skeleton)  # transformers' own function reads values
@@ -81,8 +117,8 @@ def _observed(model: Any) -> Order:
     try:
         with FlopCounterMode(display=False) as counter:
             forward = trace_calls(skeleton, Description(blocks=(*blocks, *beside)), ((), options))
-    except Exception:  # it needs other inputs, or real values
-        return Order()
+    except Exception as error:  # it needs other inputs, or real values
+        return Order(why_not=f"cannot be run without memory ({_first_line(error)})")
     order = _sorted(model, forward, blocks, beside)
     unrun = [name for name in beside if name not in {call.module for call in forward.calls}]
     read = tuple(name for name in unrun if _is_read(skeleton, name, options))
@@ -123,7 +159,11 @@ def _beside(model: nn.Module, blocks: tuple[str, ...]) -> Iterator[str]:
     around = {"", *(name for name, _ in model.named_modules() if any(block.startswith(f"{name}.") for block in blocks))}
     for name, module in model.named_modules():
         is_outermost = name not in around and name.rpartition(".")[0] in around
-        if is_outermost and name not in blocks and next(module.parameters(), None) is not None:
+        if not is_outermost or name in blocks or next(module.parameters(), None) is None:
+            continue
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):  # its elements are called, as in Gemma 3n
+            around.add(name)
+        else:
             yield name
 
 
@@ -131,8 +171,11 @@ def _sorted(model: nn.Module, forward: Forward, blocks: tuple[str, ...], beside:
     """Modules that read no block's output are before the blocks. Others between blocks, as the last norm of an encoder,
     are blocks themselves."""
     run = [call.module for call in forward.calls]
-    if sorted(name for name in run if name in blocks) != sorted(blocks):
-        return Order()
+    times = Counter(name for name in run if name in blocks)
+    other = next((name for name in blocks if times[name] != 1), None)
+    why_not = None if other is None else f"runs {other} {times[other]} times in a forward"
+    if other is not None and not times[other]:
+        return Order(why_not=why_not)
     dependent = _dependent(forward, blocks)
     late = [name for name in dict.fromkeys(run) if name in blocks or (name in beside and name in dependent)]
     early = [name for name in dict.fromkeys(run) if name in beside and name not in dependent]
@@ -141,7 +184,13 @@ def _sorted(model: nn.Module, forward: Forward, blocks: tuple[str, ...], beside:
     shared = {id(p) for name in early for p in model.get_submodule(name).parameters()}
     tied = [name for name in unrun if all(id(p) in shared for p in model.get_submodule(name).parameters())]
     order = Order((*tied, *early), tuple(late[:end]), (*late[end:], *(name for name in unrun if name not in tied)))
-    return order if _is_whole(model, order) else Order()
+    order = replace(order, why_not=why_not)
+    return order if _is_whole(model, order) else Order(why_not="has parameters outside of the modules that it runs")
+
+
+def _first_line(error: Exception) -> str:
+    said = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {said}" if len(said) < LONGEST_CAUSE else type(error).__name__
 
 
 def _dependent(forward: Forward, blocks: tuple[str, ...]) -> set[str]:
@@ -165,6 +214,8 @@ def inputs_of(model: Any) -> Mapping[str, Tensor] | None:
         first = {name: tokens}
     elif name == "pixel_values" and size is not None and channels is not None:
         first = {name: torch.zeros(1, channels, size, size)}
+    elif name == "input_values" and hasattr(config, "conv_stride"):
+        first = {name: torch.zeros(1, FRAMES * prod(config.conv_stride))}
     elif name == "input_features" and is_pair and hasattr(config, "num_mel_bins"):  # two frames for each position
         first = {name: torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)}
     return first if first is None or not is_pair else {**first, "decoder_input_ids": tokens}

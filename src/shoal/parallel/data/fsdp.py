@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import is_fsdp
 from shoal.parallel.data.gradient_sync import GradientSync
 
@@ -141,3 +142,14 @@ def _shared(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that have more than one name."""
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     return {parameter for parameter, number in uses.items() if number > 1}
+
+
+def explain_ungathered(error: RuntimeError) -> None:
+    """Replace torch's message about a shard in an operation, which says nothing of the module that has it."""
+    if "got mixed torch.Tensor and DTensor" in str(error):
+        raise ShoalError(
+            "under zero a parameter must be read by its own module or a block around it,"
+            " got one that is read elsewhere",
+            fix="the module itself called in place of its weight, describe() with blocks that hold both, or zero=0",
+            code="M142",
+        ) from error

@@ -180,7 +180,9 @@ class _Trace:
         return self.saved(y)
 
     def _cross(self, way: str, name: str, x: Tensor) -> None:
-        self.seen.append(_Event(way, name, tuple(x.shape[1:]), x.requires_grad))
+        rows, *rest = x.shape  # samples; or, of a model that flattens them, samples times tokens
+        per_sample = (rows // self.num_samples, *rest) if rows > self.num_samples else tuple(rest)
+        self.seen.append(_Event(way, name, per_sample, x.requires_grad))
 
     def tp_boundaries(self) -> Iterator[TPBoundary]:
         for place, event in self._of("enter", "leave", "logits", "gather", "divide", "join"):

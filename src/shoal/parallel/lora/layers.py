@@ -42,10 +42,14 @@ class Adapted(nn.Linear):
 
     def add_update(self, y: Tensor, x: Tensor) -> Tensor:
         """y + s · B (A x), in one pass over y."""
-        x = F.dropout(x, self.lora_dropout, training=self.training) if self.lora_dropout else x
+        x = self.dropped(x) if self.lora_dropout and self.training else x
         z = F.linear(x, self.lora_A.to(x.dtype)) * self.lora_scale  # a base in bfloat16 has adapters in float32
         rows = z.reshape(-1, z.shape[-1]).to(y.dtype)
         return torch.addmm(y.reshape(-1, y.shape[-1]), rows, self.lora_B.to(y.dtype).T).view(y.shape)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """x with some features set to zero."""
+        return F.dropout(x, self.lora_dropout)
 
     @torch.no_grad()
     def init_adapter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -96,6 +100,11 @@ class RowParallelLoRA(Adapted, RowParallelLinear):
         check_features(self, x, "this rank's part of the")
         total = self.tensor.leave(self.add_update(F.linear(x, self.weight), x))
         return total if self.bias is None else total + self.bias.to(total.dtype)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """x with the features set to zero that one device would set: all ranks draw for the whole input."""
+        whole = F.dropout(x.new_ones(*x.shape[:-1], self.in_features), self.lora_dropout)
+        return x * whole.narrow(-1, self.tensor.first_of(self.in_features), x.shape[-1])
 
 
 LoRALinear.split_forms = {Split.COLUMN: ColumnParallelLoRA, Split.ROW: RowParallelLoRA}

@@ -26,19 +26,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Schedule
-from shoal.blueprint.schedules.generate import check_schedule
+from shoal.blueprint.schedules.generate import check_microbatches, check_schedule, legal_microbatches
 from shoal.comm.profile.timer import part
 from shoal.errors import ShoalError, raise_if
 from shoal.parallel.pipeline.calls import positions, unplaced
-from shoal.parallel.pipeline.skeleton import Call, skeleton_of
+from shoal.parallel.pipeline.skeleton import Call, results_in, skeleton_of
 from shoal.parallel.pipeline.stage_io import Boundaries, StageRoutes, shapes_of
 from shoal.parallel.pipeline.tape import OwnCall, StopForward, Tape
 
@@ -91,6 +93,7 @@ def cut(model: nn.Module, description: Description, own: Collection[str]) -> tup
     memo: dict[int, Any] = {id(modules[n]): _StandIn(modules[n], n, tape) for n in places if n not in own}
     memo |= {id(modules[name]): _PerCall(modules[name], name, tape) for name in unplaced(model, places)}
     memo |= {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo |= {id(tensor): tensor.detach() for tensor in results_in(model)}
     part = copy.deepcopy(model, memo)
     for name in own:
         part.get_submodule(name).register_forward_hook(OwnCall(name, tape))
@@ -121,6 +124,8 @@ class Stage(nn.Module):
         self.wide: torch.dtype | None = None
         """The dtype in which they are computed: as on one device, where they are not sent."""
         self.boundaries: Boundaries | None = None
+        self.message_shape: tuple[int, ...] | None = None
+        """The shape in which it sends every microbatch of a step; None: that of each."""
         self._tape = tape
 
     @property
@@ -137,11 +142,15 @@ class Stage(nn.Module):
         arguments, options = self.feed.calls[number]
         if self.feed.begin is not None:
             self.feed.begin(number, self.index)
-        self._tape.begin(self.routes(self.feed.calls[number]), x, self.wide, self.device)
+        routes = self.routes(self.feed.calls[number])
+        if x is not None and x.shape != routes.received:
+            x = x[: prod(routes.received)].view(routes.received)
+        self._tape.begin(routes, x, self.wide, self.device)
         try:
             output = self._call(arguments, options)
             if not self.is_last:
-                return self._tape.packed(self.comm_device, self.dtype)
+                sent = self._tape.packed(self.comm_device, self.dtype)
+                return sent if self.message_shape in (None, sent.shape) else filled(sent, self.message_shape)
         finally:
             self._tape.end()
         assert self.feed.loss is not None
@@ -157,6 +166,21 @@ class Stage(nn.Module):
             return self.model(*arguments, **options)
         except StopForward:
             return None
+
+
+def filled(sent: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor as a flat one of another length, with zeros at its end."""
+    return F.pad(sent.flatten(), (0, prod(shape) - sent.numel()))
+
+
+def message_shapes(each: Sequence[Sequence[StageRoutes]]) -> list[tuple[int, ...]]:
+    """The shape between every two stages, for all microbatches. torch's stages allocate it before the step, once. So
+    where a microbatch has fewer samples, as the last one of a dataset, all travel flat in the length of the largest."""
+    found = []
+    for routes in zip(*(every[:-1] for every in each), strict=True):
+        shapes = {one.sent for one in routes}
+        found.append(shapes.pop() if len(shapes) == 1 else (max(map(prod, shapes)),))
+    return found
 
 
 @dataclass
@@ -179,13 +203,15 @@ class Pipeline:
     """The index on the pp axis of every stage's rank."""
     _schedules: dict[Any, Any] = field(default_factory=dict)
     """By the number of microbatches and the shapes between stages."""
-    _found: dict[Any, Any] = field(default_factory=dict)
+    _most: int = 0
+    """Microbatches of the largest step so far."""
+    _found: dict[Any, tuple[Any, list[tuple[int, ...]]]] = field(default_factory=dict)
     """By the shapes of a batch: one look-up in most steps."""
 
     def step(self, feed: MicrobatchFeed) -> None:
         """Run forward and backward of all microbatches; gradients are left in the parameters."""
-        schedule = self._schedule_for(feed)
-        self._give(feed)
+        schedule, shapes = self._schedule_for(feed)
+        self._give(feed, (*shapes, None))
         numbers = torch.arange(len(feed.calls))
         target = numbers if self.has_loss else None
         try:
@@ -196,6 +222,16 @@ class Pipeline:
             _explain_shapes(error)
             raise
 
+    def filled_up(self, num_microbatches: int) -> int:
+        """The number of microbatches of a step that has fewer than others: the next one that the schedule can run.
+
+        So the shorter last batch of a dataset runs, where a plan that never fits is rejected."""
+        degree = self.group.size()
+        if num_microbatches >= self._most or not check_microbatches(self.schedule, degree, num_microbatches):
+            return num_microbatches
+        above = (m for m in legal_microbatches(self.schedule, degree, num_microbatches) if m > num_microbatches)
+        return min(next(above), self._most)
+
     @property
     def has_loss(self) -> bool:
         """Whether one of this rank's stages is the last."""
@@ -204,7 +240,7 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, feed: MicrobatchFeed) -> None:
         """Run the forward of all microbatches, one by one, without saved activations; for an evaluation."""
-        self._give(feed)
+        self._give(feed, [None] * self.num_stages)
         mine = {stage.index: stage for stage in self.stages}
         me = dist.get_rank(self.group)
         sent: list[tuple[Tensor, list[dist.Work]]] = []
@@ -226,35 +262,30 @@ class Pipeline:
             for work in works:
                 work.wait()
 
-    def _give(self, feed: MicrobatchFeed) -> None:
+    def _give(self, feed: MicrobatchFeed, shapes: Sequence[Any]) -> None:
         for stage in self.stages:
+            stage.message_shape = shapes[stage.index]
             stage.feed, stage.device, stage.comm_device = feed, self.device, self.comm_device
             stage.dtype, stage.wide, stage.boundaries = self.dtype, self.loss_dtype, self.boundaries
 
-    def _schedule_for(self, feed: MicrobatchFeed) -> Any:
+    def _schedule_for(self, feed: MicrobatchFeed) -> tuple[Any, list[tuple[int, ...]]]:
         is_training = self.stages[0].model.training
         given = is_training, tuple(shapes_of(call) for call in feed.calls)
         if given not in self._found:
             self._found[given] = self._find_schedule(feed, is_training)
         return self._found[given]
 
-    def _find_schedule(self, feed: MicrobatchFeed, is_training: bool) -> Any:
-        each = [self.boundaries(call, is_training=is_training) for call in feed.calls]
-        shapes = {tuple(routes.sent for routes in every[:-1]) for every in each}
-        if len(shapes) > 1:
-            raise ShoalError(
-                f"the microbatches of a pipeline must have one shape, got {[list(one[0]) for one in sorted(shapes)]}",
-                fix="a batch that mb divides on every rank (DataLoader(..., drop_last=True)), sequences of one length",
-                code="M042",
-            )
-        key = (len(feed.calls), shapes.pop())
+    def _find_schedule(self, feed: MicrobatchFeed, is_training: bool) -> tuple[Any, list[tuple[int, ...]]]:
+        shapes = message_shapes([self.boundaries(call, is_training=is_training) for call in feed.calls])
+        key = (len(feed.calls), tuple(shapes))
         if key not in self._schedules:
             degree = self.group.size()
             raise_if(
                 check_schedule(self.schedule, num_ranks=degree, v=self.num_stages // degree, num_microbatches=key[0])
             )
             self._schedules[key] = self._make(*key)
-        return self._schedules[key]
+            self._most = max(self._most, key[0])
+        return self._schedules[key], shapes
 
     def _make(self, num_microbatches: int, shapes: Sequence[tuple[int, ...]]) -> Any:
         """Build torch's stages and schedule. Shapes are given, so that torch need not run the model to find them."""

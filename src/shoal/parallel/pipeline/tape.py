@@ -65,7 +65,8 @@ class Tape:
                     code="M043",
                 )
         values = [self._values[source].to(device, dtype) for source in self._routes.sends]
-        return values[0] if len(values) == 1 else torch.cat([value.flatten() for value in values])
+        # A block of images may return a permuted view, and messages have to be contiguous.
+        return values[0].contiguous() if len(values) == 1 else torch.cat([value.flatten() for value in values])
 
     def end(self) -> None:
         """Let go of all tensors."""

@@ -29,6 +29,7 @@ from shoal.comm.profile.timer import part
 from shoal.hash_rng import hashed_number
 from shoal.numerics.async_scalars import AsyncScalars
 from shoal.parallel.data.ddp import explain_unused
+from shoal.parallel.data.fsdp import explain_ungathered
 from shoal.parallel.pipeline.pipeline import MicrobatchFeed
 from shoal.train.checks import reject_own_loop, reject_own_update, reject_unknown_batch, with_all_backwards
 from shoal.train.loss.counting import Loss, read_loss
@@ -77,6 +78,7 @@ class StepEngine:
                 loss_sum = state.objective.loss_sum(state.model, microbatch, state.open_step.weight)
         except RuntimeError as error:
             explain_unused(error)
+            explain_ungathered(error)
             raise
         self._backward(loss_sum)
 

@@ -11,6 +11,7 @@ from typing import Any
 from shoal.comm.world import HostReduction, use_device
 from shoal.data.batch import length, parts, to_device
 from shoal.parallel.context.attention import is_cut, mark_cut
+from shoal.parallel.parallel_model import ParallelModel
 from shoal.train.checks import reject_arguments, reject_batch, reject_direct_loop
 from shoal.train.loss.objective import CrossEntropy, reject_next_tokens
 from shoal.train.run_state import RunState
@@ -28,8 +29,8 @@ def open_step(
 ) -> OpenStep:
     """[1] Cut the batch into microbatches and send off how much this rank's share weighs, if that is not known.
 
-    Where ranks communicate in a forward, all run as many as the rank with the largest share: the others repeat one,
-    which counts for nothing.
+    Where ranks communicate in a forward, all run as many as the rank with the largest share, and a pipeline as many as
+    its schedule can run: they repeat one, which counts for nothing.
 
     counts   False: the batch is a stand-in, on a rank that has no sample of the global batch
     offset   the place of its first sample in the global batch; None: every rank has as many
@@ -56,9 +57,8 @@ def open_step(
         mark_cut(on_device, composed.context)
     microbatches = parts(on_device, mb)
     num_own = len(microbatches)
-    if composed is not None and composed.has_collective_training_forward and largest and mb:
-        missing = -(-largest // mb) - num_own
-        microbatches, weights = microbatches + microbatches[:1] * missing, weights + [0.0] * missing
+    missing = _num_missing(composed, num_own, largest, mb)
+    microbatches, weights = microbatches + microbatches[:1] * missing, weights + [0.0] * missing
     num_samples = float(length(on_device)) if counts else 0.0
     is_mean_of_means = state.policies.step.loss_mean == "microbatch"
     counted = None if is_mean_of_means else counted
@@ -76,6 +76,15 @@ def open_step(
     )
     state.open_step = step
     return step
+
+
+def _num_missing(composed: ParallelModel | None, num_own: int, largest: int | None, mb: int | None) -> int:
+    """The microbatches that a rank has to run beside its own."""
+    if composed is None:
+        return 0
+    meets = composed.has_collective_training_forward and largest and mb
+    wanted = -(-largest // mb) if meets and largest and mb else num_own
+    return (wanted if composed.pipeline is None else composed.pipeline.filled_up(wanted)) - num_own
 
 
 def open_without_batch(state: RunState, number: int = 1, *, is_mean_of_means: bool = False) -> OpenStep:

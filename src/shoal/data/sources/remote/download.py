@@ -31,6 +31,7 @@ from shoal.data.sources.remote.listing import RemoteFile, RemoteStore, checked
 from shoal.data.sources.remote.manifest import Manifest, read_manifest, write_manifest
 from shoal.data.sources.remote.object_store import ObjectStore
 from shoal.errors import ShoalError
+from shoal.url_filesystem import fix_of
 
 CHUNK = 2**20
 TRIES = 3
@@ -216,9 +217,8 @@ def _remove_others(folder: Path, kept: set[Path]) -> None:
 
 
 def _failed(url: str, error: BaseException) -> ShoalError:
-    return ShoalError(
-        f"{url} cannot be read: {type(error).__name__}: {error}", fix="--data.source URL or PATH", code="D091"
-    )
+    fix = fix_of(url, error) or "--data.source URL or PATH"
+    return ShoalError(f"{url} cannot be read: {type(error).__name__}: {error}", fix=fix, code="D091")
 
 
 def _incomplete(file: RemoteFile, why: str) -> ShoalError:

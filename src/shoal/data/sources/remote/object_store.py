@@ -65,7 +65,10 @@ def _file(name: str, place: str, info: Mapping[str, Any]) -> RemoteFile:
 
 
 def _plain(version: Any) -> Any:
-    """A version as text. A store may return a time as a number in a list, and as a datetime for a single file."""
+    """A version as text. A store may return a time as a number in a list, and as a datetime for a single file; an ETag
+    without its quotes in a list, and with them for a single file."""
+    if isinstance(version, str):
+        return version.strip('"')
     return version.timestamp() if hasattr(version, "timestamp") else version
 
 

@@ -15,7 +15,6 @@ are computed by transformers, from full tensors, one group at a time.
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.formats.lazy_tensor import Box, LazyTensor, part_of
-from shoal.checkpoint.storage.shard_file import DTYPES
+from shoal.checkpoint.formats.lazy_tensor import Box, LazyTensor, full, part_of
 from shoal.errors import ShoalError, to_install
 
 Tensors = dict[str, LazyTensor]
@@ -194,13 +192,3 @@ class _Whole:
         if target not in self._known:
             self._known = _computed(*self._arguments, full)
         return self._known.pop(target)
-
-
-def full(tensor: LazyTensor) -> Tensor:
-    """All values of a tensor."""
-    out = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
-    for box in tensor.boxes:
-        where = tuple(slice(b, b + s) for b, s in zip(box.begin, box.shape, strict=True))
-        out[where] = box.read()
-    assert out.numel() == math.prod(tensor.shape)
-    return out

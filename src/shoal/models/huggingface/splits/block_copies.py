@@ -23,6 +23,7 @@ from shoal.models.huggingface.order import inputs_of, takes
 from shoal.parallel.pipeline.known_values import KnownValues
 from shoal.parallel.pipeline.skeleton import Call, skeleton_of
 from shoal.parallel.tensor_parts.linear_dims import linear_dims
+from shoal.verification.exact_casts import keeping_float64
 
 TOKENS = 4
 SETTINGS = (bool, int, float, str, type(None))
@@ -47,13 +48,15 @@ class BlockCopy:
 
     def run(self) -> Any:
         """What the model reads of the block."""
-        output = self.module(*self.arguments, **self.options)
+        with keeping_float64("fp64", is_foreign=True):
+            output = self.module(*self.arguments, **self.options)
         return output[0] if self.reads_first and isinstance(output, tuple | list) else output
 
 
 def block_copies(model: Any, blocks: tuple[str, ...]) -> Iterator[BlockCopy]:
     """A copy of each kind of block; none, if the model cannot be run without values."""
-    skeleton = skeleton_of(model)
+    skeleton, clean = skeleton_of(model), skeleton_of(model)
+    experts.install(clean)
     calls, is_chained = _calls(skeleton, blocks)
     reads_first = bool(calls) and _reads_first(skeleton, blocks)
     kinds: dict[Any, list[str]] = {}
@@ -61,13 +64,19 @@ def block_copies(model: Any, blocks: tuple[str, ...]) -> Iterator[BlockCopy]:
         kinds.setdefault(_kind(name, skeleton.get_submodule(name)), []).append(name)
     for names in kinds.values():
         generator = torch.Generator().manual_seed(0)
-        module = copy.deepcopy(skeleton.get_submodule(names[0])).to_empty(device="cpu").double().eval()
+        module = copy.deepcopy(clean.get_submodule(names[0])).to_empty(device="cpu").double().eval()
         _make_plain(module)
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.copy_(_values(tensor, generator) / max(1, tensor.shape[-1] if tensor.dim() > 1 else 1) ** 0.5)
         arguments, options = tree_map_only(Tensor, partial(_values, generator=generator), calls[names[0]])
+        options = {name: None if _is_cache(one) else one for name, one in options.items()}
         yield BlockCopy(module, arguments, options, tuple(names), is_chained, reads_first)
+
+
+def _is_cache(value: object) -> bool:
+    """Whether a model gives its blocks a cache, also without `use_cache`: it has been filled without memory."""
+    return type(value).__name__.endswith("Cache")
 
 
 def _make_plain(block: nn.Module) -> None:

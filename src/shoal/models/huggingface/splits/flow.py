@@ -38,7 +38,8 @@ class Flow:
         """Module → its first argument."""
         self._twice: set[str] = set()
         given = [x for x in tree_leaves((block.arguments, block.options)) if isinstance(x, Tensor) and x.requires_grad]
-        own = {name: p for name, p in block.module.named_parameters() if name.rpartition(".")[0] not in self.linears}
+        trained = {name: p for name, p in block.module.named_parameters() if p.requires_grad}
+        own = {name: p for name, p in trained.items() if name.rpartition(".")[0] not in self.linears}
         self._others = own | {f" argument {number}": x for number, x in enumerate(given)}
         with ExitStack() as stack:
             for name, module in block.module.named_modules():

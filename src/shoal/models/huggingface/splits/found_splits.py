@@ -13,7 +13,8 @@ from torch import nn
 
 from shoal.blueprint.description import Split
 from shoal.blueprint.placement import is_inside
-from shoal.models.huggingface.modules import attentions, blocks_without_plan
+from shoal.models.huggingface.modules import attentions, blocks_without_plan, pattern_of
+from shoal.models.huggingface.order import ends
 from shoal.models.huggingface.splits.block_copies import BlockCopy, block_copies
 from shoal.models.huggingface.splits.flow import Flow
 from shoal.models.huggingface.splits.regions import Region
@@ -33,6 +34,8 @@ class FoundSplits:
     """Parameter → the dim along which it is cut, where that is not what its split says."""
     homes: dict[str, bool] = field(default_factory=dict)
     """The innermost module around the columns of each region → whether they read its input."""
+    unproven: list[str] = field(default_factory=list)
+    """Candidates whose halves do not add up to the whole, and blocks that could not be tried; in words."""
 
     def why_no_sequence(self, known: Iterable[str]) -> str | None:
         """A region whose code may read the shape of divided tokens. An attention must be the home of a region, or have
@@ -55,23 +58,40 @@ def found_splits(model: Any, except_for: Collection[str]) -> FoundSplits:
         found = _known[model] = FoundSplits()
         if not _are_left(model, except_for):
             return found
+        shared = shared_in(model)
         for block in block_copies(model, tuple(blocks_without_plan(model))):
-            for region in regions_of(block):
+            for region in regions_of(block, found.unproven):
+                if any(f"{block.names[0]}.{name}" in shared for name in (*region.columns, *region.latent, region.row)):
+                    continue  # one piece could not have the place of all its names
                 for name in block.names:
                     if not is_inside(f"{name}.{region.row}", except_for):
                         _add(found, model, name, region)
     return _known[model]
 
 
-def regions_of(block: BlockCopy) -> Iterator[Region]:
-    """The regions of a block that were proven."""
+def shared_in(model: nn.Module) -> set[str]:
+    """Modules inside blocks with parameters that have other names, too."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name.rpartition(".")[0])
+    blocks = tuple(blocks_without_plan(model))
+    return {name for several in names.values() if len(several) > 1 for name in several if is_inside(name, blocks)}
+
+
+def regions_of(block: BlockCopy, unproven: list[str] | None = None) -> Iterator[Region]:
+    """The regions of a block that were proven. The others are noted."""
     try:
         with torch.enable_grad():
             candidates = Flow(block).regions()
     except Exception:  # it reads what a trial does not give it
         candidates = []
-    tried = (proven(block, region) for region in candidates)
-    return (region for region in tried if region is not None)
+    for region in candidates:
+        found = proven(block, region)
+        if found is not None:
+            yield found
+        elif unproven is not None:
+            columns = ", ".join(pattern_of(f"{block.names[0]}.{name}") for name in region.columns)
+            unproven.append(f"{columns} to {region.row}")
 
 
 def _are_left(model: Any, known: Collection[str]) -> bool:
@@ -110,22 +130,22 @@ def vocabulary_of(model: Any) -> dict[str, nn.Module]:
     these is of another kind, or if the model needs labels and computes a loss of whole logits itself."""
     if getattr(model.config, "is_encoder_decoder", False):
         return {}
-    layers = [one for one in _ends(model) if isinstance(one, nn.Embedding) or type(one) is nn.Linear]
+    layers = [one for one in ends(model) if isinstance(one, nn.Embedding) or type(one) is nn.Linear]
     shared = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
     found = {
         name: module
         for name, module in model.named_modules()
         if any(id(p) in shared for p in module.parameters(recurse=False))
     }
-    return found if all(_may_share(module, shared) for module in found.values()) else {}
+    is_beside = any(_adds_to_logits(model, layer, shared) for layer in layers if type(layer) is nn.Linear)
+    return found if not is_beside and all(_may_share(module, shared) for module in found.values()) else {}
 
 
-def _ends(model: Any) -> Iterator[Any]:
-    for method in (model.get_input_embeddings, model.get_output_embeddings):
-        try:
-            yield method()
-        except NotImplementedError:  # a model of images has none
-            continue
+def _adds_to_logits(model: nn.Module, head: nn.Linear, shared: set[int]) -> bool:
+    """Whether a module around the head has a number for each logit that the head has not, as the bias of ESM."""
+    around = (one for one in model.modules() if one is not head and any(head is inner for inner in one.modules()))
+    own = (p for one in around for p in one.parameters(recurse=False))
+    return any(head.out_features in p.shape and id(p) not in shared for p in own)
 
 
 def _may_share(module: nn.Module, shared: set[int]) -> bool:

@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from shoal.blueprint.description import Split
-from shoal.models.huggingface.modules import attentions, name_of, pattern_of
+from shoal.blueprint.placement import is_inside
+from shoal.models.huggingface.modules import CONVOLUTIONS, attentions, mixes_tokens, name_of, pattern_of
 from shoal.models.huggingface.order import Order
 from shoal.models.huggingface.splits.block_copies import block_copies
 from shoal.models.huggingface.splits.found_splits import FoundSplits
@@ -26,6 +27,23 @@ def is_from_embedding(model: Any, order: Order, found: FoundSplits) -> bool:
     return order.is_declared and not is_around and found.why_no_sequence(attentions(model)) is None
 
 
+def computes_each_token(model: Any, blocks: tuple[str, ...]) -> bool:
+    """Whether a trial shows that blocks mix tokens in their attention alone, which is given all of them. A convolution
+    may read farther than the few tokens of a trial."""
+    known = attentions(model)
+    tried = 0
+    for block in block_copies(model, blocks):
+        first = f"{block.names[0]}."
+        inside = {name.removeprefix(first): Split.ALL_TOKENS for name in known if name.startswith(first)}
+        unknown = list(mixes_tokens(model, block.names[:1]))
+        if any(is_inside(name, known) or isinstance(model.get_submodule(name), CONVOLUTIONS) for name in unknown):
+            return False
+        if why_not_divided(block, inside) is not None:
+            return False
+        tried += len(block.names)
+    return tried == len(blocks)
+
+
 def why_not_between_blocks(model: Any, order: Order, found: FoundSplits, splits: Mapping[str, Split]) -> str | None:
     """Why tokens cannot be divided between the blocks of a model; None: they can."""
     if model not in _known:
@@ -37,7 +55,7 @@ def _why_not(model: Any, order: Order, found: FoundSplits, splits: Mapping[str, 
     if getattr(model.config, "is_encoder_decoder", False):
         return "has an encoder and a decoder, which reads the tokens of both"
     if not order.blocks:
-        return "has no blocks that could be found"
+        return order.why_not or "has no blocks that could be found"
     if (home := found.why_no_sequence(attentions(model))) is not None:
         return f"has split layers in {pattern_of(home)} that do not all read its input"
     outside = (name for name, how in splits.items() if how in (Split.COLUMN, Split.ROW))

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from shoal.blueprint.description import Split
 from shoal.models.huggingface.splits.block_copies import BlockCopy
 from shoal.models.huggingface.splits.trial import is_close
+from shoal.verification.exact_casts import keeping_float64
 
 GATHERED = (Split.REGION, Split.ALL_TOKENS)
-TOKENS = 1
-"""The dim of tokens in an activation (samples, tokens, features)."""
+TOKENS = -2
+"""The dim of tokens in an activation (samples, tokens, features), or (tokens, features)."""
 
 
 def why_not_divided(block: BlockCopy, splits: Mapping[str, Split]) -> str | None:
@@ -36,8 +37,8 @@ def why_not_divided(block: BlockCopy, splits: Mapping[str, Split]) -> str | None
         return "do not return activations of their tokens"
     middle = x.shape[TOKENS] // 2
     for tokens in (slice(None, middle), slice(middle, None)):
-        found = _Run(splits, whole.inputs, tokens).of(block, x[:, tokens])
-        if not isinstance(found, Tensor) or not is_close(found, expected[:, tokens]):
+        found = _Run(splits, whole.inputs, tokens).of(block, _some(x, tokens))
+        if not isinstance(found, Tensor) or not is_close(found, _some(expected, tokens)):
             return "compute a token from others, outside of the attention interface"
     return None
 
@@ -60,6 +61,7 @@ class _Run:
                     stack.callback(module.register_forward_pre_hook(self._before(name), with_kwargs=True).remove)
                 if how in (Split.ROW, Split.ALL_TOKENS):
                     stack.callback(module.register_forward_hook(self._after).remove)
+            stack.enter_context(keeping_float64("fp64", is_foreign=True))
             try:
                 if block.arguments:
                     output = block.module(x, *block.arguments[1:], **block.options)
@@ -76,7 +78,7 @@ class _Run:
                 self.inputs[name] = x
                 return None
             whole = self._given[name]
-            if not is_close(x, whole[:, self._tokens]):
+            if not is_close(x, _some(whole, self._tokens)):
                 raise ValueError(f"{name} reads other tokens")
             return ((whole, *arguments[1:]), options) if arguments else (arguments, {**options, "hidden_states": whole})
 
@@ -84,5 +86,9 @@ class _Run:
 
     def _after(self, _module: nn.Module, _arguments: Any, output: Any) -> Any:
         if isinstance(output, Tensor):
-            return output[:, self._tokens]
-        return output[0][:, self._tokens], *output[1:]
+            return _some(output, self._tokens)
+        return _some(output[0], self._tokens), *output[1:]
+
+
+def _some(x: Tensor, tokens: slice) -> Tensor:
+    return x[..., tokens, :]

@@ -87,7 +87,8 @@ def _cuts(block: nn.Module, region: Region, sizes: tuple[int, ...]) -> Iterator[
     each feature. A parameter of `home` itself must be cut: the split of a module says nothing of its own ones."""
     home = block.get_submodule(region.home)
     inside: Any = (getattr(home, "config", None), home)
-    heads = {value for one in inside for name, value in vars(one or object).items() if _counts_heads(name)}
+    named = (item for one in inside for item in vars(one or object).items())
+    heads = {value for name, value in named if type(value) is int and _counts_heads(name)}  # Swin lists one per stage
     shapes = {name: tuple(block.get_parameter(name).shape) for name in region.others}
     must = {name for name in region.others if name.rpartition(".")[0] == region.home}
     tried = set()
@@ -154,7 +155,7 @@ def _result(block: BlockCopy, region: Region, total: Tensor | None) -> _Result |
     def hook(_module: nn.Module, arguments: tuple[Any, ...], _output: Tensor) -> Tensor:
         found.append(F.linear(arguments[0], row.weight))
         summed = found[0] if total is None else total
-        return summed if row.bias is None else summed + row.bias
+        return summed.clone() if row.bias is None else summed + row.bias  # code may add to it in place
 
     handle = row.register_forward_hook(hook)
     try:

@@ -99,6 +99,9 @@ class Autosaver:
         world = run.world
         on_disk = HostRanks.shared(world) if host is None else host.of_disk(world)
         in_memory = HostRanks.shared(world) if host is None else host.of_memory(world)
+        on_leaders(
+            world, on_disk, store.check, failed=f"{store.where} cannot be read", fix="--checkpoint.dir ELSEWHERE"
+        )
         own = world.with_own_connections()
         disk = AsyncSaver(store, own, keep=settings.keep, on_saved=note_saved, hosts=on_disk)
         memory_steps = settings.memory_every.steps(**per) or 0
