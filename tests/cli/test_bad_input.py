@@ -32,6 +32,7 @@ FILES = {
 CASES = {
     "no such verb": ("trian", "R001", "unknown verb 'trian'", "shoal train"),
     "no such recipe": ("train tinny.yaml", "R006", "there is no recipe 'tinny.yaml'", "tiny.yaml"),
+    "no such recipe of another verb": ("verify tinny.yaml", "R006", "no recipe 'tinny.yaml'", "shoal verify tiny.yaml"),
     "two recipes": ("train tiny.yaml other.yaml", "R002", "unknown argument 'other.yaml'", "shoal train tiny.yaml"),
     "an option that is no number": ("plan --top two", "R053", "--top must be a whole number, got 'two'", "--top 5"),
     "an option of no verb": ("plan --foo 3", "R002", "unknown option --foo", "shoal plan --help"),

@@ -359,9 +359,6 @@ def test_a_model_of_ones_own(here: Here, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["train", *words, *MADE_UP, "--run.duration", "3step", "--device", "cpu", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["parameters"] == 256 * 24 + 24 * 256 + 256
-    predicted = json.loads((Path(summary["run_directory"]) / "prediction.json").read_text())
-    assert predicted["step_seconds"] > 0
-    assert predicted["memory_gib"] > 0
     assert summary["loss_first"] == pytest.approx(5.5, abs=0.5)
 
 

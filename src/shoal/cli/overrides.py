@@ -47,8 +47,15 @@ def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[
     path: Path | None = getattr(options, "recipe", None)
     config: Path | None = getattr(options, "deepspeed", None)
     if config is None:
-        return options, read_recipe(path, overrides, problems)
-    return options, _read_below(config, path, overrides, problems, several_hosts=bool(getattr(options, "hosts", None)))
+        return options, _of_verb(read_recipe(path, overrides, problems), prog)
+    hosts = bool(getattr(options, "hosts", None))
+    return options, _of_verb(_read_below(config, path, overrides, problems, several_hosts=hosts), prog)
+
+
+def _of_verb(reading: RecipeReading, prog: str) -> RecipeReading:
+    """The reading, with fixes that name this verb: the file is read without knowing it."""
+    fixed = (replace(each, fix=each.fix.replace("shoal train", prog)) for each in reading.problems)
+    return replace(reading, problems=tuple(fixed))
 
 
 def _read_below(

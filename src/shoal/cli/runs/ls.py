@@ -61,6 +61,6 @@ def _draw(console: Console, found: list[RunLine]) -> None:
         speed = f"{large(line.tokens_per_s)}/s" if line.tokens_per_s is not None else "–"
         cells = (f"{line.step:,}", figure(line.loss), speed, f"{duration(line.age_seconds)} ago", line.host)
         # A name of a folder may have control characters: they must not reach the terminal.
-        name, state = Text(printable(line.path)), Text(line.state, STYLES[line.state])
-        table.add_row(name, state, *(Text(printable(cell)) for cell in cells))
+        path, state = Text(printable(line.path)), Text(line.state, STYLES[line.state])
+        table.add_row(path, state, *(Text(printable(cell)) for cell in cells))
     console.print(table)
