@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 import types
@@ -172,7 +171,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         (folder / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
     dist.barrier()
-    os._exit(0)  # the group's threads need no end
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
