@@ -96,6 +96,8 @@ def trainer(model: Any, sharding: str, dtype: torch.dtype, tokens: torch.Tensor)
         bf16=dtype is torch.bfloat16,
     )  # fmt: skip
     optimizer = get_megatron_optimizer(how, [wrapped])
+    for group in optimizer.param_groups:  # as its scheduler does at each step
+        group["weight_decay"] = how.weight_decay * group["wd_mult"]
 
     def step() -> None:
         wrapped.zero_grad_buffer()
