@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 import types
@@ -97,6 +96,8 @@ def trainer(model: Any, sharding: str, dtype: torch.dtype, tokens: torch.Tensor)
         bf16=dtype is torch.bfloat16,
     )  # fmt: skip
     optimizer = get_megatron_optimizer(how, [wrapped])
+    for group in optimizer.param_groups:  # as its scheduler does at each step
+        group["weight_decay"] = how.weight_decay * group["wd_mult"]
 
     def step() -> None:
         wrapped.zero_grad_buffer()
@@ -172,7 +173,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         (folder / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
     dist.barrier()
-    os._exit(0)  # the group's threads need no end
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

