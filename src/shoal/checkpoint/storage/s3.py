@@ -54,7 +54,7 @@ class S3(ObjectStore):
         self._may_fail(path)
         return Upload(self, str(path), num_bytes)
 
-    def _put(self, file: Upload, parts: Sequence[memoryview]) -> None:
+    def _put(self, file: Any, parts: Sequence[memoryview]) -> None:
         file.write(parts)
 
     def close(self, file: Upload) -> None:
