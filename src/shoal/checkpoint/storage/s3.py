@@ -39,11 +39,11 @@ class S3(ObjectStore):
         self._is_listening = False
 
     def make(self, path: Path) -> None:
-        """Remove what uploads have left below a path. s3fs would create a missing bucket here."""
+        """Abort uploads of steps below a path, which are left by a crash. s3fs would create a missing bucket here."""
         self._may_fail(path)
         with suppress(OSError):  # a user may lack the permission, and a server the function
-            bucket, prefix, _ = self.system.split_path(str(path))
-            self._abort_uploads(bucket, f"{prefix}/")
+            bucket, prefix, _ = self.system.split_path(str(path / "step-"))  # others may upload to this bucket, too
+            self._abort_uploads(bucket, prefix)
 
     def make_draft(self, path: Path) -> None:
         """Do nothing: there are no directories."""
@@ -54,7 +54,7 @@ class S3(ObjectStore):
         self._may_fail(path)
         return Upload(self, str(path), num_bytes)
 
-    def _put(self, file: Upload, parts: Sequence[memoryview]) -> None:
+    def _put(self, file: Any, parts: Sequence[memoryview]) -> None:
         file.write(parts)
 
     def close(self, file: Upload) -> None:
