@@ -30,13 +30,13 @@ def load_shoal() -> None:
 
 
 def load_models() -> None:
-    """The models of transformers that tests build, where it is installed."""
+    """The models of transformers that the tests of `make test` build, where it is installed."""
     with contextlib.suppress(ModuleNotFoundError):
         import transformers
 
-        from tests.huggingface import ALL, CLASSES, CONFIGS
+        from tests.huggingface import CLASSES, CONFIGS, LISTED
 
-        for name, _ in ALL.values():
+        for name, _ in LISTED.values():
             getattr(transformers, CLASSES.get(name, f"{name}ForCausalLM"))
             getattr(transformers, CONFIGS.get(name, f"{name}Config"))
 
