@@ -169,7 +169,8 @@ class TensorParallel:
 def _is_computed_of(x: Tensor, region: Tensor) -> bool:
     """Whether a tensor is computed of the input of a region, without parameters: then its gradient goes through that
     input, where it is summed. LFM2 sets padded tokens to zero there."""
-    seen, nodes = set(), [x.grad_fn]
+    seen: set[Any] = set()
+    nodes: list[Any] = [x.grad_fn]
     while nodes:
         node = nodes.pop()
         if node is None or node is region.grad_fn or node in seen:
