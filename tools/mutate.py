@@ -263,7 +263,7 @@ MUTATIONS = [
     M(
         "hashes are not compared",
         "checkpoint/storage/shard_file.py",
-        "hashlib.sha256(view).hexdigest() != self.file.hashes[number]",
+        "hashlib.sha256(chunk).hexdigest() != self.file.hashes[number]",
         "False",
         "tests/unit/test_checkpoint_files.py::test_one_bit_that_the_disk_turned_is_refused",
     ),

@@ -153,7 +153,7 @@ def record(parts: dict[str, int]) -> RankRecord:
         spans.append(Span(name, now, end=now + milliseconds_of * 1_000_000))
         now = spans[-1].end
     whole = Span("other", 0, end=now, inner=now)
-    return RankRecord(0, "a", {}, 8, 2, [Step([*spans, whole], None)], {}, "cuda")
+    return RankRecord(0, "a", {}, 8, 2, [Step([*spans, whole], None)], {}, device="cuda")
 
 
 def test_an_idle_gpu_is_a_verdict_and_cores_are_none(tmp_path: Path) -> None:

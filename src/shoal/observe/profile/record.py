@@ -24,12 +24,12 @@ class RankRecord:
     steps: list[Step]
     entered: Mapping[str, int]
     """Collective or message → when it was entered, in ns."""
+    device: str = "cpu"
+    """The kind of device whose time the spans divide: the main thread of a CPU, or a stream of a GPU."""
     messages: int = 0
     """Buckets of gradients that replicas average in a step; 0: not known."""
     bytes: int = 0
     """That this rank sends for them."""
-    device: str = "cpu"
-    """The kind of device whose time the spans divide: the main thread of a CPU, or a stream of a GPU."""
 
     def to_mapping(self) -> dict[str, Any]:
         """As plain data."""
