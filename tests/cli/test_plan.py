@@ -21,6 +21,7 @@ from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.presets.models import find_model
 from shoal.predict.workload import Workload
 from tests.cli.host import Host, Started
+from tests.cover import wide
 from tests.speed import processor_seconds, slowness
 
 COMMAND = Path(sys.executable).with_name("shoal")
@@ -43,7 +44,7 @@ LLAMA = "--hidden 4096 --layers 32 --heads 32 --kv-heads 8 --ffn 14336 --vocabul
 TOO_LARGE = "llama3-70b --cluster h100:8 --seq-len 8192 --global-batch 64"
 
 
-@pytest.mark.parametrize(("words", "bound"), [(LARGE, 3.0), (SMALL, 1.0)])
+@pytest.mark.parametrize(("words", "bound"), [wide(LARGE, 3.0), (SMALL, 1.0)])
 def test_it_is_fast(words: str, bound: float) -> None:
     """At the latest when it is tried for the third time, and on a slow machine by as much later as Python is slow."""
     command = [COMMAND, "plan", *words.split()]

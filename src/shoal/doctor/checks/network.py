@@ -172,12 +172,17 @@ def _holder(port: int) -> str:
                 words = line.split()
                 if int(words[1].rpartition(":")[2], 16) == port and words[3] == "0A":  # it listens
                     inodes.add(f"socket:[{words[9]}]")
-    for folder in Path("/proc").glob("[0-9]*"):
-        if not inodes.isdisjoint(links_of(folder)):
-            with contextlib.suppress(OSError):
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f"process {folder.name} ({command[:60]})"
+    holders = [folder for folder in Path("/proc").glob("[0-9]*") if not inodes.isdisjoint(links_of(folder))]
+    with contextlib.suppress(OSError, ValueError):  # one that has ended meanwhile
+        oldest = min(holders, key=_start)  # its forks, such as this check, have the socket too
+        command = (oldest / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return f"process {oldest.name} ({command[:60]})"
     return ""
+
+
+def _start(process: Path) -> int:
+    """When a process (/proc/PID) was started, in ticks since the machine was."""
+    return int((process / "stat").read_text().rpartition(")")[2].split()[19])
 
 
 def links_of(process: Path) -> Iterator[str]:
