@@ -344,7 +344,8 @@ def test_ls_lists_runs_with_their_state(tmp_path: Path, capsys: pytest.CaptureFi
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_what_is_no_run_is_rejected(tmp_path: Path) -> None:
+def test_what_is_no_run_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # without RUN, the newest below this folder is taken
     with rejects("R060"):
         read_run(tmp_path)
     with rejects("R060"):
