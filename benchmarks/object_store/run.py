@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +23,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
+from server import KEY, SECRET, serving
 
 from shoal.checkpoint.storage import shard_file
 from shoal.checkpoint.storage.manifest import Entry, Manifest, Piece
@@ -135,29 +134,16 @@ def _server(folder: Path) -> Iterator[None]:
     """A server of S3, and the variables that lead to it."""
     (folder / BUCKET).mkdir(parents=True)
     program = next((str(path) for path in map(Path, sys.path) if (path / "bin" / "rclone").exists()), "")
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
-    words = ["serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", "shoalkey,shoalsecret", "--config", os.devnull]
     rclone = f"{program}/bin/rclone" if program else shutil.which("rclone") or "rclone"
-    server = subprocess.Popen([rclone, *words, folder], stderr=subprocess.DEVNULL)
-    os.environ |= {
-        "AWS_ACCESS_KEY_ID": "shoalkey",
-        "AWS_SECRET_ACCESS_KEY": "shoalsecret",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",  # rclone sends the checksum of all for a part, too
-    }
-    try:
-        for _ in range(200):
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except OSError:
-                time.sleep(0.05)
+    with serving(rclone, folder) as port:
+        os.environ |= {
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",  # rclone sends the checksum of all for a part, too
+        }
         yield
-    finally:
-        server.kill()
-        server.wait()
 
 
 def _memory() -> str | None:

@@ -1,43 +1,18 @@
-"""A real server of S3, a process of its own, and a proxy before it that can delay, refuse and cut requests."""
+"""A proxy before a real server of S3 that can delay, refuse and cut requests."""
 
 from __future__ import annotations
 
 import http.client
-import os
 import socket
-import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any, ClassVar
 
-KEY, SECRET = "shoalkey", "shoalsecret"
 BUSY = "SlowDown", 503, "Please reduce your request rate."
 FORBIDDEN = "AccessDenied", 403, "Access Denied"
 Answer = tuple[str, int, str]
-
-
-@contextmanager
-def serving(program: Path, folder: Path) -> Iterator[int]:
-    """The port of `rclone serve s3`: it checks signatures, and each folder below the folder is a bucket."""
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
-    words = ["serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", "--config", os.devnull]
-    server = subprocess.Popen([program, *words, folder], stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(200):
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except OSError:
-                time.sleep(0.05)
-        yield port
-    finally:
-        server.kill()
-        server.wait()
 
 
 class Proxy(BaseHTTPRequestHandler):

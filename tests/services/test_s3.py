@@ -21,12 +21,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.object_store.server import KEY, SECRET, serving
 from shoal.checkpoint.storage import shard_file
 from shoal.checkpoint.storage.locate import find
 from shoal.checkpoint.storage.manifest import Entry, Manifest, Piece
 from shoal.checkpoint.storage.store import Store
 from tests.rejects import rejects
-from tests.services.s3_server import BUSY, FORBIDDEN, KEY, SECRET, Proxy, proxy, serving
+from tests.services.s3_server import BUSY, FORBIDDEN, Proxy, proxy
 
 ROOT = Path(__file__).parents[2]
 SITE = os.environ.get("SHOAL_S3", "")

@@ -49,7 +49,7 @@ def _model(request: PlanRequest) -> list[str]:
 
 
 def _settings(task: Task, request: PlanRequest) -> list[str]:
-    has_tokens = task.workload.is_transformer or task.sequence > 1  # a model of one's own may read text, too
+    has_tokens = task.workload.is_transformer or task.sequence > 1  # a custom model may read text, too
     words = ["--data.seq_len", str(task.sequence)] if has_tokens else []
     words += ["--data.global_batch", str(task.global_batch)]
     for key in ("param_dtype", "state_dtype"):
