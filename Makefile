@@ -21,7 +21,7 @@ train: $(STAMP)  ## train the tiny recipe: two processes on this machine's CPU
 	$(BIN)/shoal train recipes/tiny.yaml $(ARGS)
 
 # All tests run in a process more than there are cores; a part of them (ARGS) in one, which starts sooner and says more.
-PARALLEL := -q -n auto --dist loadgroup
+PARALLEL := -q -n auto --dist loadscope
 # Each process computes on one core: threads of several would wait for each other.
 ONE_THREAD := $(if $(ARGS),,OMP_NUM_THREADS=1)
 # Where the environment forbids it, each of some hundred processes would compile all modules anew.

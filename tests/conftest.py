@@ -45,9 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_gpu and not has_gpu():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    for item in items:
-        if item.get_closest_marker("alone"):
-            item.add_marker(pytest.mark.xdist_group("alone"))
+    if folder := folder_of_turns(config):
+        names = [item.nodeid for item in items if item.get_closest_marker("alone")]
+        Path(folder, "alone").write_text("\n".join(names))  # each process writes the same
 
 
 # ---- several processes: `make test` without ARGS, by pytest-xdist ---------------------------------------------------
@@ -62,13 +62,16 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A process is given a file at a time, in our order, because the tests of a file share what they have started."""
-    from xdist.scheduler import LoadGroupScheduling
+    from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadGroupScheduling):
+    @functools.cache
+    def those_alone() -> set[str]:
+        return set((config.stash[TURNS] / "alone").read_text().splitlines())
+
+    class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            group: str = super()._split_scope(nodeid)
-            if group != nodeid:  # those that run alone, at the end and in one process
-                return group
+            if nodeid in those_alone():  # at the end and in one process: nobody waits for them
+                return "alone"
             return "examples" if part_of(nodeid) == "examples" else nodeid.partition("::")[0]
 
     config.option.loadscopereorder = False
@@ -108,6 +111,12 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["turns"] = str(node.config.stash[TURNS])
 
 
+def folder_of_turns(config: pytest.Config) -> str | None:
+    """In a process of several, where the locks are."""
+    folder: str | None = getattr(config, "workerinput", {}).get("turns")
+    return folder
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if TURNS in config.stash:
         shutil.rmtree(config.stash[TURNS])
@@ -117,7 +126,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # first: nobody's time runs out while it waits for its turn
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    folder = getattr(item.config, "workerinput", {}).get("turns")
+    folder = folder_of_turns(item.config)
     if folder is None:
         return (yield)
     with turn(Path(folder), is_alone=item.get_closest_marker("alone") is not None):

@@ -33,6 +33,7 @@ def losses_in(line: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d{4}\b", line)]
 
 
+@pytest.mark.wide
 def test_what_does_not_fit_replicated_trains_sharded(once: Callable[..., Any]) -> None:
     ran = once(sharding)
     assert ran.code == 0, ran.stderr[-3000:]
