@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.blueprint.schedules.draw import draw
-from shoal.blueprint.schedules.generate import make_schedule
+from shoal.blueprint.schedules.schedule_orders import make_schedule
 from shoal.blueprint.schedules.simulate import StageCost, in_flight, simulate
 from shoal.comm.world import World
 from shoal.launch.local import launch

@@ -16,7 +16,7 @@ from shoal.blueprint.collectives.steps import steps
 from shoal.blueprint.layout import Layout
 from shoal.blueprint.plan import Plan, Schedule
 from shoal.blueprint.schedules import draw as schedules
-from shoal.blueprint.schedules.generate import make_schedule
+from shoal.blueprint.schedules.schedule_orders import make_schedule
 from shoal.blueprint.schedules.simulate import StageCost, simulate
 
 ROOT = Path(__file__).parents[1]

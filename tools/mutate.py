@@ -70,7 +70,7 @@ MUTATIONS = [
     ),
     M(
         "fragments are exchanged one turn early",
-        "blueprint/replicas/local_sgd.py",
+        "blueprint/replicas/sync_words.py",
         "(step - (one + 1) * every // fragments)",
         "(step - one * every // fragments)",
         "tests/dist/test_replicas.py::test_fragments_take_turns_and_late_ones_keep_what_was_done_meanwhile",

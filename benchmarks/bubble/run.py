@@ -29,9 +29,9 @@ from report import arguments, heading, table, write
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import VIRTUAL_STAGES, Schedule
-from shoal.blueprint.schedules.generate import make_schedule
+from shoal.blueprint.schedules.schedule_orders import make_schedule
 from shoal.blueprint.schedules.simulate import StageCost, Timeline, simulate
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
 from shoal.train.run import Run

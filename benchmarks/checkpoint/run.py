@@ -35,7 +35,7 @@ from report import arguments, heading, table, write
 
 from shoal.checkpoint import load as loading
 from shoal.checkpoint.storage.shard_file import Reader
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
 from shoal.numerics.init import initialise

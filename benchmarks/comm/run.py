@@ -32,7 +32,7 @@ from report import arguments, heading, table, write
 from shoal.blueprint.collectives import steps
 from shoal.blueprint.collectives.algorithms import Algorithm
 from shoal.comm.message_collectives import MessageCollectives
-from shoal.comm.rendezvous.environment import Placement, read_environment
+from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
 from shoal.comm.world import World
 from shoal.launch.local import launch
 

@@ -32,7 +32,7 @@ from report import arguments, heading, table, write
 
 from shoal.blueprint.context_parallel import AttentionMemory, attention_memory, cpu_kernel_bytes
 from shoal.blueprint.plan import Plan
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
 from shoal.parallel.context.attention import Attention, ContextParallel

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.heartbeat.heart import Heart, begin_step, heart
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
 

@@ -26,7 +26,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.config.load import load_recipe
 from shoal.data.loader import Loader
 from shoal.launch.local import launch

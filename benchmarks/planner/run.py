@@ -36,7 +36,7 @@ from report import arguments, heading, table, write
 from shoal.bench.calibrate import calibrate
 from shoal.bench.fit_cluster import cluster_of
 from shoal.blueprint.plan import Plan
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.config.recipe import OptimSection
 from shoal.launch.local import launch

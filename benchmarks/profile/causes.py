@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from report import arguments, heading, table, write
 
 from shoal.blueprint.faults import VARIABLE
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
 from shoal.models.llama import Llama, LlamaConfig
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--rank-of", default="", help=argparse.SUPPRESS)
     asked = arguments(parser, only="recompute", most=1)
     if asked.rank_of:
-        from shoal.comm.rendezvous.environment import read_environment
+        from shoal.comm.rendezvous.launcher_environment import read_environment
 
         print(json.dumps(profiled(read_environment(os.environ), None, Injected(**json.loads(asked.rank_of)))))
         return

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shoal.numerics.optim.muon import Muon as Muon
     from shoal.parallel.context.attention import Attention as Attention
     from shoal.parallel.context.attention import DocumentMask as DocumentMask
-    from shoal.parallel.data.local_sgd import OuterOptimizer as OuterOptimizer
+    from shoal.parallel.data.diloco import OuterOptimizer as OuterOptimizer
     from shoal.parallel.expert.experts import Experts as Experts
     from shoal.parallel.expert.router import Router as Router
     from shoal.parallel.lora.apply import lora as lora
@@ -67,7 +67,7 @@ _HOMES = {
     "profile": "shoal.train.profile.profiler",
     "Plan": "shoal.blueprint.plan",
     "Recipe": "shoal.config.recipe",
-    "OuterOptimizer": "shoal.parallel.data.local_sgd",
+    "OuterOptimizer": "shoal.parallel.data.diloco",
     "Router": "shoal.parallel.expert.router",
     "RowParallelLinear": "shoal.parallel.tensor",
     "Run": "shoal.train.run",

@@ -278,7 +278,7 @@ def serve(rank: int, size: int, directory: Path, connection: Connection, lifelin
     """The life of a worker: one process group, and one call after the other until it is killed."""
     import torch.distributed as dist
 
-    from shoal.comm.rendezvous.environment import Placement
+    from shoal.comm.rendezvous.launcher_environment import Placement
     from shoal.comm.world import World
     from shoal.launch.worker import end_with_parent, lead_own_group
 

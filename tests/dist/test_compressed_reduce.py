@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.blueprint.replicas.compression import Compression
+from shoal.blueprint.replicas.compress_words import Compression
 from shoal.comm.compression.codecs import SIGN_BLOCK, codec_of
-from shoal.comm.compression.reduce import Bucket, Seeds, build_average
+from shoal.comm.compression.gradient_compression import Bucket, Seeds, build_average
 from shoal.comm.replicas.transport import Transport
 from shoal.comm.world import World
 from tests.dist.pool import on_ranks

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.blueprint.faults import VARIABLE
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.data.dataset import Batch
 from shoal.data.loader import Loader, RankStream

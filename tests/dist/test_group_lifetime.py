@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.group_lifetime import cut_groups, drop_groups
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shoal.comm.heartbeat import recorder
 from shoal.comm.heartbeat.heart import begin_step, heart, phase
 from shoal.comm.heartbeat.ticket import Ticket
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.errors import RunFailed
 from shoal.launch.local import launch

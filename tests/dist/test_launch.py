@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.errors import Problem, RunFailed, ShoalError
 from shoal.launch.failure import Failure, first_failure, sudden_end

@@ -20,7 +20,7 @@ import shoal
 from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.numerics.init import initialise
-from shoal.parallel.data.local_sgd import OuterOptimizer
+from shoal.parallel.data.diloco import OuterOptimizer
 from shoal.parallel.data.local_step_scale import LocalStepScale, picked
 from shoal.train.run import Run
 from tests.cover import covered, wide

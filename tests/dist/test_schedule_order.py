@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 )
 
 from shoal.blueprint.plan import VIRTUAL_STAGES, Schedule
-from shoal.blueprint.schedules.generate import check_schedule, make_schedule
+from shoal.blueprint.schedules.schedule_orders import check_schedule, make_schedule
 from shoal.comm.world import World
 from shoal.parallel.pipeline.torch_stages import TorchStage
 from tests.dist.pool import on_ranks

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shoal.blueprint.layout import Layout
 from shoal.comm.mesh import Mesh
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.rendezvous.session import Session
 from shoal.comm.world import World, pick_device
 from shoal.errors import RunFailed, ShoalError

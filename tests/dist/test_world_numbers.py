@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import _destroy_within, _with_job
 from tests.cli.test_launchers import free_port
 from tests.warm import warm_python
 
 RANK = """
 import os
-from shoal.comm.rendezvous.environment import read_environment
+from shoal.comm.rendezvous.launcher_environment import read_environment
 from shoal.comm.world import World
 
 if os.environ["RANK"] == "1":

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.profile.gpu import measured
 from shoal.cli.profile import main as profile_command
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
 from shoal.models.llama import Llama, LlamaConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.comm.rendezvous.environment import Placement, read_environment
+from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
 from shoal.comm.rendezvous.slurm_nodelist import expand_counts, expand_hosts
 from shoal.errors import ShoalError
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.blueprint.faults import GENERATION, KINDS, VARIABLE, Fault, Faults
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.errors import RunFailed, ShoalError
 from shoal.launch.local import launch

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.numerics.fp8 import linear, products
-from shoal.numerics.fp8.linear import Fp8Linear
+from shoal.numerics.fp8 import fp8_linear, products
+from shoal.numerics.fp8.fp8_linear import Fp8Linear
 from shoal.numerics.fp8.products import ScaledTensor
 
 pytestmark = [
@@ -88,8 +88,8 @@ def test_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         sums.append(a.values.shape[1])
         return products.product(a, b, *rest, **more)
 
-    monkeypatch.setattr(linear, "product", product)
-    linear.Fp8Linear.of(layer)
+    monkeypatch.setattr(fp8_linear, "product", product)
+    fp8_linear.Fp8Linear.of(layer)
     y = layer(x)
     found = torch.autograd.grad((y * d).sum(), (x, layer.weight))
     assert y.shape == d.shape
@@ -109,7 +109,7 @@ def test_products_are_of_matrices_by_rows_however_their_numbers_lie(monkeypatch:
         lies.extend(one.values.is_contiguous() for one in (a, b))
         return products.product(a, b, *rest, **more)
 
-    monkeypatch.setattr(linear, "product", product)
-    linear.Fp8Linear.of(layer)
+    monkeypatch.setattr(fp8_linear, "product", product)
+    fp8_linear.Fp8Linear.of(layer)
     torch.autograd.grad((layer(x).transpose(1, 2) * torch.randn(1, 48, 64)).sum(), (x, layer.weight))
     assert lies == [True] * 6

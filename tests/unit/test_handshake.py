@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from shoal.comm.rendezvous import handshake
 from shoal.comm.rendezvous.authenticated_store import SealedStore
-from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.comm.rendezvous.handshake import agree
 from shoal.comm.rendezvous.key import Key, key_of
+from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
 from shoal.comm.rendezvous.network_interface import listening_socket
 from shoal.errors import RunFailed, ShoalError
 from tests.rejects import rejects

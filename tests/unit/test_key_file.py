@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shoal.comm.rendezvous import key
-from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.rendezvous.key import Key, key_of
+from shoal.comm.rendezvous.launcher_environment import Placement
 from tests.rejects import rejects
 from tests.warm import warm_python
 
@@ -93,7 +93,7 @@ def test_a_link_in_the_home_directory_is_not_followed(home: Path, tmp_path: Path
 
 MAKE = """
 import resource, signal
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.rendezvous.key import key_of
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -178,7 +178,7 @@ def test_a_named_file_of_another_user_is_one_message(tmp_path: Path) -> None:
     path = private(tmp_path / "key", KNOWN)
     script = (
         "import os; from shoal.comm.rendezvous.key import key_of\n"
-        "from shoal.comm.rendezvous.environment import Placement\n"
+        "from shoal.comm.rendezvous.launcher_environment import Placement\n"
         "from shoal.errors import ShoalError\n"
         "os.setuid(12345)\n"
         f"place = Placement(rank=0, world_size=2, local_rank=0, local_world_size=2, key_file={str(path)!r})\n"

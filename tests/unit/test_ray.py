@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import shoal.ray
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.config.load import build_recipe
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError

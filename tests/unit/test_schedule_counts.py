@@ -9,7 +9,7 @@ import pytest
 from shoal.blueprint.plan import VIRTUAL_STAGES, Schedule
 from shoal.blueprint.schedules import counts, simulate
 from shoal.blueprint.schedules.counts import bubble, in_flight, runnable
-from shoal.blueprint.schedules.generate import check_schedule, make_schedule, rank_order
+from shoal.blueprint.schedules.schedule_orders import check_schedule, make_schedule, rank_order
 from shoal.blueprint.schedules.simulate import StageCost
 
 SCHEDULES: list[tuple[Schedule, int]] = [

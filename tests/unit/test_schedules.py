@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.blueprint.plan import VIRTUAL_STAGES, Schedule
 from shoal.blueprint.schedules.draw import LABEL, WIDTH, boxes, draw, svg
-from shoal.blueprint.schedules.generate import check_schedule, make_schedule
+from shoal.blueprint.schedules.schedule_orders import check_schedule, make_schedule
 from shoal.blueprint.schedules.simulate import StageCost, Timeline, in_flight, simulate
 from shoal.blueprint.schedules.table import Action, Kind, Pair, ScheduleTable, align
 from shoal.errors import ShoalError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.schedules.generate import check_schedule
+from shoal.blueprint.schedules.schedule_orders import check_schedule
 from shoal.blueprint.validation.pipeline import SPLIT_BACKWARD
 from shoal.planner.candidates import check_candidate
 from shoal.planner.changes.alternatives import alternatives

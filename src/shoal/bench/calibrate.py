@@ -27,7 +27,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shoal.bench import calibrate_workloads as workloads
 from shoal.bench.fit_cluster import BYTES, Reading, Readings
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.config.recipe import OptimSection
 from shoal.errors import ShoalError

@@ -32,7 +32,7 @@ from shoal.bench.timings import BUILTIN, FLOAT, PAIR, SEGMENTS, SEND, TOGETHER, 
 from shoal.blueprint.collectives.algorithms import KINDS, Kind
 from shoal.comm.group_lifetime import keep_after_closing
 from shoal.comm.message_collectives import MessageCollectives
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.launch.local import launch

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shoal.blueprint.plan import Plan
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.config.recipe import Recipe
 from shoal.data.loader import evaluation_batches

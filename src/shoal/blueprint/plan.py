@@ -23,7 +23,7 @@ from shoal.blueprint.plan_parser import KEYS, Context, Offload, check_values, pa
 from shoal.blueprint.plan_parser import Precision as Precision
 from shoal.blueprint.plan_parser import Recompute as Recompute
 from shoal.blueprint.plan_parser import Schedule as Schedule
-from shoal.blueprint.replicas import compression, local_sgd
+from shoal.blueprint.replicas import compress_words, sync_words
 from shoal.errors import Problem, ShoalError, listed, raise_if
 
 
@@ -218,14 +218,14 @@ class Plan:
         return self.offload.partition(":")[2] or None
 
     @property
-    def compression(self) -> compression.Compression | None:
+    def compression(self) -> compress_words.Compression | None:
         """The parsed `compress`; None: no compression."""
-        return None if self.compress is None else compression.Compression.parse(self.compress)
+        return None if self.compress is None else compress_words.Compression.parse(self.compress)
 
     @property
-    def sync_spec(self) -> local_sgd.SyncSpec | None:
+    def sync_spec(self) -> sync_words.SyncSpec | None:
         """The parsed `sync`; None also for `auto`."""
-        return None if self.sync in (None, local_sgd.AUTO) else local_sgd.SyncSpec.parse(str(self.sync))
+        return None if self.sync in (None, sync_words.AUTO) else sync_words.SyncSpec.parse(str(self.sync))
 
     @property
     def gradient_axis(self) -> str:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from shoal.blueprint.layout import Layout, divisors
 from shoal.blueprint.plan_parser import DEGREES
-from shoal.blueprint.replicas.local_sgd import AUTO
+from shoal.blueprint.replicas.sync_words import AUTO
 from shoal.errors import Problem, ShoalError, listed
 
 VIRTUAL_STAGES: Mapping[str, int] = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from shoal.blueprint.aliases import OTHER_NAMES, OTHER_SECTIONS
-from shoal.blueprint.replicas import compression, local_sgd
+from shoal.blueprint.replicas import compress_words, sync_words
 from shoal.errors import Problem, listed, nearest, raise_if
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "looped", "zb", "zbv", "dualpipev"]
@@ -143,9 +143,9 @@ def check_values(values: Mapping[str, Any]) -> Iterator[Problem]:
         elif key == "sp" and not isinstance(value, bool):
             yield Problem("P006", f"sp must be on or off, got {value}", "sp=on or sp=off")
         elif key == "compress":
-            yield from filter(None, [compression.check_word(value)])
+            yield from filter(None, [compress_words.check_word(value)])
         elif key == "sync":
-            yield from filter(None, [local_sgd.check_word(value)])
+            yield from filter(None, [sync_words.check_word(value)])
 
 
 def _is_to_folder(value: Any) -> bool:
@@ -184,7 +184,7 @@ def _not_a_word(word: str, key: str) -> Problem:
     if (meant := _with_key(key)) is not None:
         return Problem("P003", f"{word!r} needs its key", meant)
     known = dict.fromkeys([*BARE_WORDS, *KEYS])
-    values = [*compression.METHODS, *local_sgd.WAYS]
+    values = [*compress_words.METHODS, *sync_words.WAYS]
     near = _with_key(nearest(key, values) or "") if nearest(key, known) is None else None
     return Problem("P001", f"{word!r} is not a word of a plan", near or _nearest_or_all(word, known))
 
@@ -192,10 +192,10 @@ def _not_a_word(word: str, key: str) -> Problem:
 def _with_key(word: str) -> str | None:
     """A value of `compress` or `sync` with its key; None: it is neither."""
     name = word.partition(":")[0]
-    if name in compression.METHODS:
+    if name in compress_words.METHODS:
         return f"compress={word}"
-    way = next((way for way in local_sgd.WAYS if way == name), None)
-    return None if way is None else f"sync={word if word != way else local_sgd.EXAMPLES[way]}"
+    way = next((way for way in sync_words.WAYS if way == name), None)
+    return None if way is None else f"sync={word if word != way else sync_words.EXAMPLES[way]}"
 
 
 def _nearest_or_all(word: str, known: Iterable[str]) -> str:

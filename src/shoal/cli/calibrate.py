@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.cli.options import parse_options
-from shoal.comm.rendezvous.environment import read_environment
+from shoal.comm.rendezvous.launcher_environment import read_environment
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.predict.cluster import Cluster
 from shoal.predict.cluster_parser import here_file, is_measured_here

@@ -17,7 +17,7 @@ import tyro
 from shoal.cli.overrides import parse
 from shoal.cli.reports.profile import show_profile
 from shoal.cli.train import Train, checked_job, run_job, write_summary
-from shoal.comm.rendezvous.environment import read_environment
+from shoal.comm.rendezvous.launcher_environment import read_environment
 from shoal.config.duration import Duration
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError

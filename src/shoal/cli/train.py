@@ -18,7 +18,7 @@ import tyro
 from shoal.cli.overrides import parse
 from shoal.cli.process import ended_by_interrupt, signals_as_exceptions, without_garbage_collection
 from shoal.cli.reports.train_summary import show_summary
-from shoal.comm.rendezvous.environment import Placement, read_environment
+from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
 from shoal.config.checks.memory import has_no_accelerator
 from shoal.config.checks.settings import check_incomplete
 from shoal.config.load import RecipeReading

@@ -15,7 +15,7 @@ import tyro
 
 from shoal.cli.overrides import parse
 from shoal.cli.reports.console import show
-from shoal.comm.rendezvous.environment import read_environment
+from shoal.comm.rendezvous.launcher_environment import read_environment
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError
 from shoal.verification.options import RecipeSettings, check_options, check_verified_recipe, claimed_ranks

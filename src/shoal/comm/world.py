@@ -31,9 +31,9 @@ from shoal.comm.collectives import all_gather_plain
 from shoal.comm.group_lifetime import keep_after_closing, noting_connections
 from shoal.comm.heartbeat.heart import heart
 from shoal.comm.rendezvous.authenticated_store import SealedStore
-from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.rendezvous.handshake import agree
 from shoal.comm.rendezvous.key import key_of
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.rendezvous.mac import mac
 from shoal.comm.rendezvous.network_interface import interface_towards, listening_socket, loopback
 from shoal.comm.rendezvous.session import Session

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from shoal.comm.rendezvous.environment import read_environment
+from shoal.comm.rendezvous.launcher_environment import read_environment
 from shoal.comm.world import World
 from shoal.config.deepspeed.translate import translate
 from shoal.config.deepspeed.translation import Translation

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.rendezvous.environment import read_environment
+from shoal.comm.rendezvous.launcher_environment import read_environment
 from shoal.errors import ShoalError
 from shoal.horovod import context
 from shoal.horovod.context import is_initialized as is_initialized

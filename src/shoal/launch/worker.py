@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shoal.comm.heartbeat.heart import heart, start_heart
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.launch.failure import failure_of, write_failure
 from shoal.launch.shutdown import leave_in_time
 from shoal.launch.stop_signals import STOP_SIGNALS

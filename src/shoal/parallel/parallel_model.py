@@ -29,9 +29,9 @@ from shoal.comm.replicas.overlap import Overlap
 from shoal.parallel.batch_norm import RunningStatistics, Sharing, statistics_of
 from shoal.parallel.context.attention import ContextParallel
 from shoal.parallel.data.bucket_averager import CommThreads
+from shoal.parallel.data.diloco import LocalSGD
 from shoal.parallel.data.gradient_reducer import GradientReducer
 from shoal.parallel.data.gradient_sync import GradientSync
-from shoal.parallel.data.local_sgd import LocalSGD
 from shoal.parallel.expert.aux_loss import AuxLoss
 from shoal.parallel.expert.loads import balance_routers, reject_unattached, sum_loads
 from shoal.parallel.expert.router import biases, routers

@@ -23,7 +23,7 @@ from shoal.errors import Problem, listed, raise_if
 from shoal.numerics.fp8.convert import FromHead, Scaling
 from shoal.numerics.ops.attention_kernels import Backend
 from shoal.numerics.precision import Weights
-from shoal.parallel.data.local_sgd import DEFAULT_OUTER, OuterOptimizer
+from shoal.parallel.data.diloco import DEFAULT_OUTER, OuterOptimizer
 from shoal.safe_parsing import short
 
 Algorithm = Chosen | Literal["auto"]

@@ -9,7 +9,7 @@ from torch import nn
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
-from shoal.comm.compression.reduce import build_average
+from shoal.comm.compression.gradient_compression import build_average
 from shoal.comm.mesh import Mesh
 from shoal.comm.replicas.autotune import bucket_mb, fastest
 from shoal.comm.replicas.transport import Transport
@@ -17,9 +17,9 @@ from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import to_local
 from shoal.parallel.data.bucket_averager import BucketAverager, CommThreads, make_equal
 from shoal.parallel.data.ddp import StageSync, replicate
+from shoal.parallel.data.diloco import LocalSGD
 from shoal.parallel.data.gradient_reducer import GradientReducer
 from shoal.parallel.data.gradient_sync import GradientSync
-from shoal.parallel.data.local_sgd import LocalSGD
 from shoal.parallel.parallel_model import StageModule
 from shoal.parallel.policies import SyncPolicy
 from shoal.parallel.tensor import TensorParallel

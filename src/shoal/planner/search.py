@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from shoal.blueprint.plan import Plan, Recompute
-from shoal.blueprint.schedules.generate import check_schedule
+from shoal.blueprint.schedules.schedule_orders import check_schedule
 from shoal.planner.candidates import check_candidate, largest_microbatch, layouts, microbatches
 from shoal.planner.task import Task
 from shoal.predict.predict import Prediction

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from shoal.comm.rendezvous.environment import Placement, read_environment
+from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.observe.failure_event import noting_failure

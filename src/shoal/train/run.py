@@ -20,7 +20,7 @@ from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.bf16_weights import check_bf16_weights
 from shoal.blueprint.validation.check import check_ranks, check_unread
 from shoal.comm.profile.timer import part, timed_items
-from shoal.comm.rendezvous.environment import Placement, read_environment
+from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
 from shoal.comm.world import World, reject_spawned_alone, use_device
 from shoal.config.checks.arguments import check_start
 from shoal.config.checks.settings import check_loss_mean, no_common_average

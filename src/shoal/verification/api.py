@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.replicas.local_sgd import AUTO
+from shoal.blueprint.replicas.sync_words import AUTO
 from shoal.blueprint.validation.check import check_plan, check_ranks, check_unread
 from shoal.blueprint.validation.context import num_chunks
 from shoal.blueprint.validation.enumerate import legal_plans

@@ -27,7 +27,7 @@ from torch.distributed import Store
 
 from shoal.blueprint.layout import AXES
 from shoal.blueprint.plan import Plan
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.traffic_counter import Traffic, count
 from shoal.comm.world import World
 from shoal.data.batch import length, rows

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.replicas.compression import exact_bytes
+from shoal.blueprint.replicas.compress_words import exact_bytes
 from shoal.parallel.data.bucket_averager import BucketAverager
 from shoal.train.run import Run
 

@@ -11,8 +11,8 @@ from torch.distributed import Store
 from shoal.bench.training.turns import Case
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.plan_parser import parse_words
-from shoal.blueprint.replicas.local_sgd import AUTO
-from shoal.comm.rendezvous.environment import Placement
+from shoal.blueprint.replicas.sync_words import AUTO
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.config.recipe import Recipe
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.sources.open import open_datasets

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from shoal.bench.training.cases import with_settings
 from shoal.bench.training.time_steps import RankSteps
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
 from shoal.numerics.init import initialise

@@ -19,7 +19,7 @@ from shoal.bench.training.turns import WARMUP_STEPS as WARMUP_STEPS
 from shoal.bench.training.turns import Case, Spread, measure_in_turns, ratios
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.plan import Plan
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.config.recipe import Recipe
 from shoal.errors import raise_if
 from shoal.launch.local import launch

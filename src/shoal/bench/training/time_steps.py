@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from torch.distributed import Store
 
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.numerics.lr_schedule import scaled_lr
 from shoal.numerics.optim.build import set_lr

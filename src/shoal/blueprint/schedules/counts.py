@@ -1,7 +1,7 @@
 """Count what the planner needs of a schedule: the bubble of equal stages, and the microbatches in flight on a rank.
 
-Both are simulated from the order of actions that a run executes (`rank_order`). `simulate` does so with a cost for
-every stage. Here an action takes whole units of time, which is fast enough for a search of thousands of plans.
+Both are simulated from the order of actions of each rank (`rank_order`), which is torch's. `simulate` does so with a
+cost for every stage. Here an action takes whole units of time, which is fast enough for a search of thousands of plans.
 
 A long step is not simulated in full, since schedules repeat. After the first few rounds (`SETTLED`), each
 round more adds nothing to the bubble. To the microbatches in flight it always adds the same number: none, or in gpipe
@@ -17,7 +17,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from shoal.blueprint.plan import Schedule
-from shoal.blueprint.schedules.generate import num_rounds, rank_order
+from shoal.blueprint.schedules.schedule_orders import num_rounds, rank_order
 from shoal.blueprint.schedules.table import V_SHAPED, Action, Kind, Pair
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741  (torch's letters)

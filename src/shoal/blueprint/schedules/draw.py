@@ -46,7 +46,7 @@ class Box(NamedTuple):
 def draw(timeline: Timeline, width: int = 100) -> str:
     """Draw a line per rank and a legend, at most `width` columns wide if every action can have a column.
 
-    >>> from shoal.blueprint.schedules.generate import make_schedule
+    >>> from shoal.blueprint.schedules.schedule_orders import make_schedule
     >>> from shoal.blueprint.schedules.simulate import StageCost, simulate
     >>> table = make_schedule("1f1b", num_ranks=2, v=1, num_microbatches=3)
     >>> print(draw(simulate(table, StageCost(forward=1, input_grad=1, weight_grad=1)), width=44))

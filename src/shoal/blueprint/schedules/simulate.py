@@ -111,7 +111,7 @@ def simulate(
     shorter half of an overlapped pair that is hidden behind the longer. 0: one after the other, as torch runs them on
     one device. 1: the pair takes as long as its longer half.
 
-    >>> from shoal.blueprint.schedules.generate import make_schedule
+    >>> from shoal.blueprint.schedules.schedule_orders import make_schedule
     >>> table = make_schedule("1f1b", num_ranks=4, v=1, num_microbatches=8)
     >>> timeline = simulate(table, StageCost(forward=1, input_grad=1, weight_grad=1))
     >>> timeline.total, timeline.bubble_seconds, round(timeline.bubble, 3)
@@ -143,7 +143,7 @@ def in_flight(table: ScheduleTable, weights: Sequence[float] | None = None) -> t
     Activations are stored from the forward until the whole backward, or its weight-gradient part, is done. `weights`
     is the size of a microbatch on each stage, in bytes or layers. The order alone decides the result, not the clock.
 
-    >>> from shoal.blueprint.schedules.generate import make_schedule
+    >>> from shoal.blueprint.schedules.schedule_orders import make_schedule
     >>> in_flight(make_schedule("1f1b", num_ranks=4, v=1, num_microbatches=8))
     (4.0, 3.0, 2.0, 1.0)
     """

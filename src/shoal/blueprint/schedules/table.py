@@ -1,8 +1,8 @@
 """A pipeline schedule as a value: the action of each rank at each tick. Print it, parse it, validate it, compare it.
 
 Torch stores the order of a schedule inside the object that runs it, which needs stages, which need a process group. A
-`ScheduleTable` needs none of them. The planner counts its bubble, the runtime executes its order and the report draws
-it. Its actions are spelled as in torch: `2F0` is the forward of microbatch 0 on stage 2.
+`ScheduleTable` needs none of them. The planner counts its bubble, the report draws it, and tests compare it
+with the order that torch runs. Its actions are spelled as in torch: `2F0` is the forward of microbatch 0 on stage 2.
 
 A row is a tick. The inputs of an action come from earlier ticks, so a valid table cannot deadlock. Ticks give an order,
 not a duration: `simulate` computes seconds.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.plan_conflicts import multiples_around
-from shoal.blueprint.schedules.generate import check_microbatches, legal_microbatches
+from shoal.blueprint.schedules.schedule_orders import check_microbatches, legal_microbatches
 from shoal.errors import Problem, ShoalError, listed
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from shoal.cli.agent.keys import handed_over, shared_key
 from shoal.cli.agent.lead import lead
 from shoal.cli.agent.prepare import TrainVerb
-from shoal.comm.rendezvous.environment import Placement, read_environment
+from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
 from shoal.config.recipe import Recipe
 from shoal.elastic.replan import plan_for_ranks
 from shoal.elastic.restart import RestartBudget, with_restarts

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 
-from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.rendezvous.key import Key, key_of
+from shoal.comm.rendezvous.launcher_environment import Placement
 
 
 def handed_over(text: str) -> Key:

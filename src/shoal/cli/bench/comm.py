@@ -17,7 +17,7 @@ from shoal.cli.bench.common import check_file
 from shoal.cli.options import parse_options
 from shoal.cli.reports import bench as report
 from shoal.cli.reports.console import WIDTH, show
-from shoal.comm.rendezvous.environment import Placement, read_environment
+from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
 from shoal.config.parse_units import sizes_between
 from shoal.errors import Problem, ShoalError, listed, nearest, raise_if
 from shoal.predict.cluster import Cluster

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.blueprint.plan_parser import read_words
-from shoal.comm.rendezvous.environment import read_environment
+from shoal.comm.rendezvous.launcher_environment import read_environment
 from shoal.config.recipe import Recipe
 from shoal.doctor.checks.cores import whole_cores
 from shoal.errors import Problem

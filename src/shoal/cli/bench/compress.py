@@ -17,7 +17,7 @@ from rich.table import Table
 
 from shoal.cli.overrides import parse
 from shoal.cli.reports.console import WIDTH, show
-from shoal.comm.rendezvous.environment import Placement, read_environment
+from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
 from shoal.config.checks.settings import check_incomplete
 from shoal.config.recipe import Recipe
 from shoal.errors import Findings, Problem, ShoalError, raise_if

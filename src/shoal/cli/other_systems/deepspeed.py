@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
-from shoal.comm.rendezvous.environment import read_environment
+from shoal.comm.rendezvous.launcher_environment import read_environment
 from shoal.config.checks.memory import has_no_accelerator
 from shoal.config.deepspeed.translate import translate
 from shoal.config.deepspeed.translation import Translation

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shoal.affinity import num_cores
 from shoal.cli.options import parse_options
 from shoal.cli.run.processes import run_processes
-from shoal.comm.rendezvous.environment import LOOPBACK
+from shoal.comm.rendezvous.launcher_environment import LOOPBACK
 from shoal.errors import Problem, RunFailed, raise_if
 
 SHORT = {"-np": "--np", "-H": "--hosts", "--num-proc": "--np", "--nproc": "--np"}

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.comm.rendezvous.environment import LOOPBACK
+from shoal.comm.rendezvous.launcher_environment import LOOPBACK
 from shoal.launch.stop_signals import queueing_signals
 
 GRACE = 5.0

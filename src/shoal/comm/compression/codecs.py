@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.blueprint.replicas.compression import INT8_BLOCK, SIGN_BLOCK, TOPK_BLOCK, Compression
+from shoal.blueprint.replicas.compress_words import INT8_BLOCK, SIGN_BLOCK, TOPK_BLOCK, Compression
 
 BYTE = torch.uint8
 

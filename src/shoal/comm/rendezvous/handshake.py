@@ -32,8 +32,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.rendezvous.key import MAKE_ONE, Key
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.rendezvous.mac import TAG, mac
 from shoal.errors import ShoalError
 

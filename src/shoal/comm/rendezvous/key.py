@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.errors import ShoalError
 from shoal.files import PrivateFolder, open_regular
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from shoal.blueprint.replicas.compression import Compression
-from shoal.comm.compression.reduce import Seeds, build_average
+from shoal.blueprint.replicas.compress_words import Compression
+from shoal.comm.compression.gradient_compression import Seeds, build_average
 from shoal.comm.replicas.transport import Transport
 from shoal.predict.estimate.replica_sync import Link
 

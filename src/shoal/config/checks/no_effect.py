@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.replicas.local_sgd import check_fragments
+from shoal.blueprint.replicas.sync_words import check_fragments
 from shoal.config.recipe import CommSection, Recipe
 from shoal.errors import Problem
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.replicas.local_sgd import check_fragments
+from shoal.blueprint.replicas.sync_words import check_fragments
 from shoal.blueprint.validation.bf16_weights import check_bf16_weights
 from shoal.blueprint.validation.check import check_ranks
 from shoal.config.checks.durations import check_durations

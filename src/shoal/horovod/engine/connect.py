@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.rendezvous.environment import LOOPBACK, Placement, read_environment
+from shoal.comm.rendezvous.launcher_environment import LOOPBACK, Placement, read_environment
 from shoal.comm.rendezvous.mac import mac
 from shoal.comm.rendezvous.network_interface import listening_socket
 from shoal.comm.world import World

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ShoalError, to_install
-from shoal.numerics.fp8.linear import Fp8Linear
+from shoal.numerics.fp8.fp8_linear import Fp8Linear
 
 Scaling = Literal["tensorwise", "rowwise"]
 FromHead = Literal["gradients", "none"]

@@ -48,7 +48,7 @@ def transposed(x: Tensor) -> ScaledTensor:
     low, high = torch.aminmax(x)
     factor = _factor(torch.maximum(-low, high), PRECISE)
     if x.is_cuda:
-        from shoal.numerics.kernels.fp8 import transpose  # Triton, which CPUs do not have
+        from shoal.numerics.kernels.fp8_transpose import transpose  # Triton, which CPUs do not have
 
         values = transpose(x, factor)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.blueprint.layout_drawing import draw_layout
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules.draw import svg
-from shoal.blueprint.schedules.generate import make_schedule
+from shoal.blueprint.schedules.schedule_orders import make_schedule
 from shoal.blueprint.schedules.simulate import StageCost, simulate
 from shoal.errors import ShoalError
 from shoal.pages.html import section, text

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.comm.compression.reduce import AllReduce, Average, Bucket, Seeds
+from shoal.comm.compression.gradient_compression import AllReduce, Average, Bucket, Seeds
 from shoal.comm.group_lifetime import note_thread
 from shoal.comm.profile.timer import enter, waiting
 from shoal.comm.replicas.transport import Sent, Transport

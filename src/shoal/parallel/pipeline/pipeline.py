@@ -18,7 +18,8 @@ number here, so a batch may be anything that the user's loss and model accept.
 
 *Loss.* The last stage returns its loss; there is no tensor of all outputs.
 
-The order of forwards and backwards (1F1B and others) is a table of `shoal.blueprint.schedules.generate`.
+torch runs the order of forwards and backwards (1F1B and others). `shoal.blueprint.schedules.schedule_orders` has the
+same order without torch, for the planner and the pages.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from torch import Tensor, nn
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Schedule
-from shoal.blueprint.schedules.generate import check_microbatches, check_schedule, legal_microbatches
+from shoal.blueprint.schedules.schedule_orders import check_microbatches, check_schedule, legal_microbatches
 from shoal.comm.profile.timer import part
 from shoal.errors import ShoalError, raise_if
 from shoal.parallel.pipeline.calls import positions, unplaced

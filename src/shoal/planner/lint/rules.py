@@ -11,7 +11,7 @@ from functools import partial
 
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.schedules.generate import check_schedule
+from shoal.blueprint.schedules.schedule_orders import check_schedule
 from shoal.blueprint.schedules.table import V_SHAPED
 from shoal.errors import listed
 from shoal.planner.lint.case import (

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import prod, sqrt
 
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.replicas.compression import Compression
+from shoal.blueprint.replicas.compress_words import Compression
 from shoal.predict.exact.data_traffic import BUCKET_BYTES
 
 BACKWARD = 2 / 3

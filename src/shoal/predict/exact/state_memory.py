@@ -37,7 +37,7 @@ from shoal.blueprint import placement as rules
 from shoal.blueprint.model_shapes import ModelShapes, Sizes
 from shoal.blueprint.placement import ShardGroup
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.schedules.generate import make_schedule
+from shoal.blueprint.schedules.schedule_orders import make_schedule
 from shoal.blueprint.schedules.table import Kind
 
 

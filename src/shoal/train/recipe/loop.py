@@ -15,7 +15,7 @@ from torch.distributed import Store
 from shoal.blueprint.layout_drawing import draw_layout
 from shoal.comm.heartbeat.heart import begin_step, phase
 from shoal.comm.profile.timer import part
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.config.recipe import Recipe
 from shoal.data.loader import Loader, evaluation_batches

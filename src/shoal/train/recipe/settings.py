@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from shoal.config.recipe import Recipe
-from shoal.parallel.data.local_sgd import OuterOptimizer
+from shoal.parallel.data.diloco import OuterOptimizer
 from shoal.parallel.policies import Settings, setting_names
 
 OTHERWISE = frozenset({"check_replicas", "check_compute"})

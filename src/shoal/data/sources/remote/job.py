@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from shoal.comm.rendezvous.environment import read_environment
+from shoal.comm.rendezvous.launcher_environment import read_environment
 from shoal.errors import ShoalError
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.rendezvous.mac import mac
 from shoal.comm.rendezvous.network_interface import loopback
 from shoal.launch.failure import Failure, first_failure, raised_error

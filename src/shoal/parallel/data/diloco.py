@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.blueprint.replicas.local_sgd import SyncSpec, check_fragments, due
-from shoal.comm.compression.reduce import Average
+from shoal.blueprint.replicas.sync_words import SyncSpec, check_fragments, due
+from shoal.comm.compression.gradient_compression import Average
 from shoal.comm.mesh import Mesh
 from shoal.comm.replicas.overlap import Overlap
 from shoal.config.checks.arguments import BOTH, check_choice, check_number, check_whole

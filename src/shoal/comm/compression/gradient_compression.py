@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.blueprint.replicas.compression import Compression, as_matrix
+from shoal.blueprint.replicas.compress_words import Compression, as_matrix
 from shoal.comm.compression.codecs import Codec, TopKCodec, codec_of
 from shoal.comm.replicas.transport import Transport
 
