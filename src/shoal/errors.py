@@ -132,6 +132,10 @@ class LostPeer(RunFailed):
     may_pass = True
 
 
+class StoreTaken(RunFailed):
+    """Another run saves in the same object store now. This one must not: a step would have files of both."""
+
+
 def raise_if(problems: Iterable[Problem], title: str = "") -> None:
     """Raise one `ShoalError` with all problems, if there are any."""
     if found := tuple(problems):

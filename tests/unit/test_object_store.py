@@ -20,6 +20,7 @@ from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import NAME, Entry, Manifest, Piece
 from shoal.checkpoint.storage.object_store import ObjectStore
 from shoal.checkpoint.storage.store import Store
+from shoal.errors import StoreTaken
 from tests.rejects import rejects
 
 VALUES = {step: torch.full((1100, 1024), float(step)) for step in (1, 2, 3, 4)}
@@ -69,6 +70,38 @@ def test_steps_are_saved_and_loaded_and_go(store: Store) -> None:
     assert store.disk.read(store.root / "latest", 100) == b"step-00000003\n"
     assert store.latest_valid() == (3, {})
     assert loaded(store, 2) == (2, 2.0)
+
+
+def test_the_run_that_claims_a_store_last_is_the_only_one_that_saves(store: Store) -> None:
+    first, second = store, Store(store.root, store.disk, where=store.where)
+    first.claim("a on node1")
+    save(first, 1, keep=9)
+    first.begin(2)
+    second.claim("b on\nnode2")
+    second.begin(2)
+    shard_file.write(second.draft(2) / "shard-0.safetensors", {"x": VALUES[2]}, second.disk)
+    for act in (
+        lambda: first.commit(Manifest(step=2, tensors={}, files={})),
+        lambda: first.begin(3),
+        lambda: first.retain(1),
+    ):
+        with rejects("C051", r"'b on\nnode2'") as error:
+            act()
+        assert isinstance(error.value, StoreTaken)
+        assert not error.value.may_pass
+    first.abandon(2)
+    assert second.disk.has(second.draft(2) / "shard-0.safetensors")
+    save(second, 2, keep=9)
+    assert second.steps() == [1, 2]
+    second.disk.remove(second.root / "writer")  # a user may remove all of it
+    save(second, 3, keep=9)
+
+
+def test_a_local_directory_needs_no_writer(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.claim("a")
+    save(store, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 
 def test_a_step_is_there_when_its_manifest_is(store: Store) -> None:

@@ -10,6 +10,7 @@ thread                └─ hash, write, fsync, rename [3] ─┘            �
 [4] A save that fails is reported by `take_results`, and training continues.
 [5] A save in which a rank waits for another one longer than `launch.timeout` ends the run: the connections cannot be
     used after that, and no later step could be saved.
+[6] So does a save to an object store in which another run saves now.
 
 When to save: `shoal.train.recipe.saving.autosave`.
 """
@@ -34,7 +35,7 @@ from shoal.checkpoint.storage.manifest import Shape
 from shoal.checkpoint.storage.store import Store
 from shoal.comm.group_lifetime import note_thread
 from shoal.comm.world import World
-from shoal.errors import LostPeer, RunFailed, ShoalError
+from shoal.errors import LostPeer, RunFailed, ShoalError, StoreTaken
 
 SLACK = 1.0
 """Seconds that the main thread waits longer than the thread of a save, whose message is more precise."""
@@ -142,8 +143,8 @@ class AsyncSaver:
         note = ""
         try:
             note = save(self.store, self.world, snapshot, self.hosts)
-        except LostPeer:
-            raise  # [5]
+        except (LostPeer, StoreTaken):
+            raise  # [5] [6]
         except ShoalError as error:
             failure = error  # [4]
         except Exception as error:

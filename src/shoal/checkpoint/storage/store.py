@@ -15,7 +15,8 @@ is complete. A complete step is never written to again. The same holds for a pow
 `shoal.observe.durable_write` for what a disk may lose then.
 
 An object store has no rename. There the files of a step have their final names from the start, and it is a step when
-its manifest exists. An object next to it, `aside-step-00000130`, marks it as archived.
+its manifest exists. An object next to it, `aside-step-00000130`, marks it as archived. It has no locks either: an
+object `writer` names the run that saves there, and the run that wrote it last is the only one that may.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ from pathlib import Path
 from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import MOST_BYTES, NAME, Manifest
 from shoal.checkpoint.storage.open_filesystem import filesystem_at
-from shoal.errors import Problem, ShoalError, raise_if
+from shoal.errors import Problem, ShoalError, StoreTaken, raise_if
 from shoal.url_filesystem import fix_of, reason
 
 LATEST = "latest"
 ASIDE = "aside-"
 DAMAGED = ".damaged-"
 DRAFT = ".draft-"
+WRITER = "writer"
+MOST_WRITER = 300
+"""Bytes of `writer` that are read."""
 STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 """The name of a complete step: its number, and how often it was saved."""
 
@@ -75,6 +79,9 @@ class Store:
         self.where = where or str(root)
         """Its path or URL, for messages."""
         self._notes: list[str] = []
+        self._writer = b""
+        """What this run has written to `writer`; empty: it has not claimed the store."""
+        self._is_taken = False
 
     @classmethod
     def at(cls, where: str | Path) -> Store:
@@ -83,6 +90,31 @@ class Store:
         return cls(root, disk, where=str(where))
 
     # ---- saving -----------------------------------------------------------------------------------------------------
+
+    def claim(self, who: str) -> None:
+        """Become the only run that saves in an object store. An earlier one stops before it changes anything: a run
+        that is dead cannot be told from one that is alive."""
+        if not self.disk.renames:
+            self._writer = who.encode()[:MOST_WRITER]
+            self.disk.make(self.root)
+            self.disk.put(self.root / WRITER, self._writer)
+
+    def _reject_other_writer(self) -> None:
+        if not self._writer:
+            return
+        try:
+            found = self.disk.read(self.root / WRITER, MOST_WRITER)
+        except FileNotFoundError:  # all of it was removed; nobody else has claimed it
+            return
+        if found != self._writer:
+            self._is_taken = True
+            other = ascii(found.decode(errors="replace"))
+            raise StoreTaken(
+                f"another run saves in {self.where} now: {other}; this one stops, and has left all steps there as they"
+                " are",
+                fix="--checkpoint.dir ELSEWHERE for one of the two runs",
+                code="C051",
+            )
 
     def draft(self, step: int) -> Path:
         """Return the path of a step in progress."""
@@ -94,6 +126,7 @@ class Store:
     def begin(self, step: int) -> Path:
         """Create the draft of a step, on one rank, and remove unfinished drafts."""
         self.disk.saving(step, again=True)
+        self._reject_other_writer()
         self.disk.make(self.root)
         for left in self._leftovers():
             self.disk.remove(left)
@@ -120,6 +153,7 @@ class Store:
 
         A step exists when it has its final name. An error after that is reported to `unfinished`, if given.
         """
+        self._reject_other_writer()
         draft, disk = self.draft(manifest.step), self.disk
         earlier = self._found().get(manifest.step, {})
         done = self._next(manifest.step)
@@ -146,6 +180,8 @@ class Store:
 
     def abandon(self, step: int) -> None:
         """Remove what exists of a step that will not be finished, as far as possible."""
+        if self._is_taken:  # the draft may be that of the other run
+            return
         with suppress(Exception):  # each store raises its own kind
             self.disk.remove(self.draft(step))
 
@@ -279,6 +315,7 @@ class Store:
     def retain(self, number: int) -> list[int]:
         """Remove all but the newest steps; return the removed ones. The newest is never removed, nor is the newest
         valid one."""
+        self._reject_other_writer()
         steps = self.steps()
         gone, kept = steps[: -max(1, number)], steps[-max(1, number) :]
         if gone and self.latest_valid(kept)[0] is None:

@@ -1,4 +1,4 @@
-"""Read rank, size and address from a launcher's environment: RANK, SLURM_PROCID and their like have no other reader.
+"""Read rank, size and address from a launcher's environment: RANK, SLURM_PROCID and their like.
 
 torch reads torchrun's variables only, one at a time, and raises KeyError when one is missing. Here every known launcher
 is read from a plain mapping into one `Placement`, or rejected with all problems at once.

@@ -1,7 +1,7 @@
 """`fp8`: the products of a model's blocks in 8-bit floats, scaled in every step; all else as under bf16.
 
 A linear layer scales its input, its weight and the gradient of its output to the range of an 8-bit float. It uses one
-scale per tensor (`fp8.linear`) or one per row (torchao's). The parameter itself stays in float32.
+scale per tensor (`fp8_linear`) or one per row (torchao's). The parameter itself stays in float32.
 
 in fp8   linear layers inside of blocks whose features are multiples of 16 and not below `MIN_FEATURES`
 in bf16  embeddings, norms, the logits of the head, which the loss is most sensitive to, routers and experts, and narrow

@@ -23,7 +23,7 @@ def is_wide(*sizes: float) -> bool:
 
 def narrow_casts(workload: Workload, size: float) -> float:
     """Bytes of casts of weights that a layer keeps for the backward. A product in fp8 keeps the weight itself and casts
-    it again (`numerics.fp8.linear._Fp8Product.forward` saves x, weight and two scales); one in bf16 keeps its cast,
+    it again (`numerics.fp8.fp8_linear._Fp8Product.forward` saves x, weight and two scales); one in bf16 keeps its cast,
     except the last one of a feed-forward."""
     part = workload.sparse_layers / workload.layers
     widths = _attention_widths(workload)
@@ -52,7 +52,7 @@ def _attention_widths(workload: Workload) -> list[int]:
 
 
 def head_bytes(workload: Workload, *, tokens: float, chunk_tokens: float, size: float, weight: float) -> float:
-    """Bytes of a fused head whose gradients are computed in fp8 (`numerics.linear_cross_entropy`), in the chunk in
+    """Bytes of a fused head whose gradients are computed in fp8 (`fused_linear_cross_entropy`), in the chunk in
     which it adds to the gradient of its weight: all of its `_LinearCrossEntropy.forward`, and what the compiled norm
     before it holds."""
     return sum(_parts_of_head(workload, tokens, chunk_tokens, size, weight))

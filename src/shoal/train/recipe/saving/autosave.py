@@ -13,6 +13,8 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import platform
+import secrets
 import shutil
 import time
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from shoal.checkpoint.peers.host_ranks import HostRanks, on_leaders
 from shoal.checkpoint.state.base_fingerprint import reject_other_base
 from shoal.checkpoint.storage.manifest import Manifest
 from shoal.checkpoint.storage.store import Store
+from shoal.comm.all_or_none import on_main
 from shoal.config.data_source import spelled
 from shoal.config.duration import Duration
 from shoal.config.recipe import Recipe
@@ -212,6 +215,15 @@ class Autosaver:
         how = {"failed": f"{disk.where} cannot be locked", "fix": "--checkpoint.dir ELSEWHERE"}
         on_leaders(self.run.world, self.disk_hosts, claim, **how)
 
+    def become_writer(self) -> None:
+        """Take an object store over, which cannot be locked. An earlier run that still saves there ends by itself."""
+        store, world = self.disk.store, self.run.world
+        if store.disk.renames:
+            return
+        how = {"failed": f"{store.where} cannot be written to", "fix": "--checkpoint.dir ELSEWHERE"}
+        who = on_main(world, _this_run, **how)
+        on_leaders(world, self.disk_hosts, lambda: store.claim(who), **how)
+
     def release(self) -> None:
         """Unlock `checkpoint.dir`."""
         if self._lock is not None:
@@ -320,6 +332,12 @@ class Autosaver:
             "save_stall_seconds": self.disk.seconds_held + self.disk.seconds_waited,
             "checkpoint_dir": self.disk.store.where,
         }
+
+
+def _this_run() -> str:
+    """The host, the process and the second, for the user of another run; and a number that no other run has."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return f"process {os.getpid()} on {platform.node()[:64]}, since {since} ({secrets.token_hex(8)})"
 
 
 def nothing_to_resume(store: Store) -> ShoalError:

@@ -132,6 +132,7 @@ def open_storage(run: Run, job: Job, line: ProgressLine, invocation: RunInvocati
         _reject_shorter_duration(run, job, directory)
         if manifest is None and not has_base:
             load_first_weights(run, job, line)
+        autosaver.become_writer()
         if not resumes:
             autosaver.reset()
         # All checks have passed. No file of metrics is opened before this.
