@@ -92,8 +92,8 @@ class Store:
     # ---- saving -----------------------------------------------------------------------------------------------------
 
     def claim(self, who: str) -> None:
-        """Become the only run that saves in an object store. An earlier one stops before it changes anything: a run
-        that is dead cannot be told from one that is alive."""
+        """Become the only run that saves in an object store. An earlier one stops before it changes anything: to
+        this one, it looks the same dead and alive."""
         if not self.disk.renames:
             self._writer = who.encode()[:MOST_WRITER]
             self.disk.make(self.root)
