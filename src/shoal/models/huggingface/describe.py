@@ -31,7 +31,12 @@ from shoal.models.huggingface.order import Order, order_of
 from shoal.models.huggingface.pooled import pooled_output
 from shoal.models.huggingface.position_table import max_tokens_of
 from shoal.models.huggingface.splits.found_splits import FoundSplits, found_splits, heads_of, vocabulary_of
-from shoal.models.huggingface.splits.sequence import computes_each_token, is_from_embedding, why_not_between_blocks
+from shoal.models.huggingface.splits.sequence import (
+    TokenDivision,
+    between_blocks,
+    computes_each_token,
+    is_from_embedding,
+)
 from shoal.parallel.lora.layers import LoRALinear
 
 T = TypeVar("T")
@@ -53,17 +58,21 @@ def describe(model: Any) -> Description:
     if "tp" not in why_not and not is_divided:
         why_not["tp"] = f"{type(model).__name__} {_why_not_split(order, found)}"
     named = {} if "tp" in why_not else _splits(model, declared, followed, found, has_order=bool(order.before))
-    divides_between = "cp" in why_not or not is_from_embedding(model, order, found)
+    tokens = TokenDivision()
     if "tp" in why_not:
         why_not["sp"] = why_not["tp"]
-    elif divides_between and (why := why_not_between_blocks(model, order, found, named)) is not None:
-        why_not["sp"] = f"{type(model).__name__} {why}"
+    elif "cp" in why_not or not is_from_embedding(model, order, found):
+        tokens = between_blocks(model, order, found, named)
+        named |= tokens.splits
+    if tokens.why_not is not None:
+        why_not["sp"] = f"{type(model).__name__} {tokens.why_not}"
     config = _text_config(model)
     experts = experts_in(model)
     splits = _as_patterns(named, model) | _as_patterns(dict.fromkeys(experts, Split.EXPERTS), model)
     numbers = {int(module.num_experts) for module in experts.values()}
     if len(numbers) > 1:
         why_not["ep"] = f"{type(model).__name__} has layers of {' and '.join(map(str, sorted(numbers)))} experts"
+    ways = {name: tuple(found.items()) for name, found in tokens.arguments.items()}
     is_split = any(named.get(name) is not Split.ALL_TOKENS for name in attentions(model))
     head = model.get_output_embeddings()
     rule = _logit_rule(model, head)
@@ -75,7 +84,8 @@ def describe(model: Any) -> Description:
         splits=splits,
         parts=_as_patterns(found.parts, model),
         cuts=_as_patterns(found.cuts, model),
-        token_blocks=order.blocks if divides_between and "sp" not in why_not else (),
+        token_blocks=tokens.blocks,
+        sp_arguments={pattern: dict(ways) for pattern, ways in _as_patterns(ways, model).items()},
         per_rank=_as_patterns(found.per_rank, model),
         tied=tuple(_tied(model, order)),
         head=None if rule is None else name_of(model, head),
