@@ -91,7 +91,7 @@ def _between_blocks(model: Any, order: Order, found: FoundSplits, splits: Mappin
         divided = {one: how for one, how in way.arguments.get("", {}).items() if how == "divide"}
         way = Division(way.splits, {**way.arguments, "": divided})
         for name in block.names:
-            mixing |= {f"{name}.{one}": how for one, how in way.splits.items() if one not in inside}
+            mixing |= {f"{name}.{one}": how for one, how in way.splits.items() if inside.get(one) is not how}
             arguments |= {f"{name}.{one}".removesuffix("."): ways for one, ways in way.arguments.items() if ways}
     if tried != len(blocks):
         return TokenDivision(why_not="has blocks that cannot be run alone")
