@@ -43,6 +43,8 @@ T = TypeVar("T")
 STYLES = {"colwise": Split.COLUMN, "rowwise": Split.ROW, "replicated_with_grad_allreduce": Split.HEADS}
 """Words of a tp_plan that mean the same here. `_gather_output` and `_split_input` gather activations: not followed."""
 
+NO_POSITIONS = "takes no position_ids, which tokens of a divided sequence need"
+
 
 def describe(model: Any) -> Description:
     """What can be derived of a model. `why_not` says what cannot, and why."""
@@ -119,7 +121,7 @@ def _why_not(model: Any, order: Order) -> Iterator[tuple[str, str]]:
     kind = type(model).__name__
     is_pair = getattr(model.config, "is_encoder_decoder", False)
     if is_pair:
-        yield "cp", f"{kind} has an encoder and a decoder, whose tokens have positions of their own"
+        yield "cp", f"{kind} {_why_not_context_of_pair(model)}"
         if getattr(model, "tp_plan", None):
             yield "tp", f"{kind} has an encoder and a decoder, and splits are derived for one of them alone"
     for axis in ("pp", "tp", "cp") if order.uncalled else ():
@@ -132,12 +134,18 @@ def _why_not(model: Any, order: Order) -> Iterator[tuple[str, str]]:
         yield "cp", f"{kind} {why}"
 
 
+def _why_not_context_of_pair(model: Any) -> str:
+    if not _takes(model, "position_ids"):
+        return NO_POSITIONS
+    return "has a decoder that also attends to the tokens of an encoder, and cp divides one sequence"
+
+
 def _why_not_context(model: Any, order: Order) -> str | None:
     blocks = order.blocks
     if not blocks:
         return order.why_not or "has no blocks that could be found"
     if not _takes(model, "position_ids"):
-        return "takes no position_ids, which tokens of a divided sequence need"
+        return NO_POSITIONS
     tables = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.Embedding))
     counted = next((name for name, one in tables if "position" in name and one.padding_idx is not None), None)
     if counted is not None:  # RoBERTa
