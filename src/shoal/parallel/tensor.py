@@ -234,6 +234,7 @@ class ColumnParallelLinear(nn.Linear):
 
     tensor: TensorParallel
     gather_output = False
+
     def forward(self, x: Tensor) -> Tensor:
         """Map a replicated tensor to this rank's features."""
         check_features(self, x, "all")

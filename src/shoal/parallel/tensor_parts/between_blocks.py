@@ -18,8 +18,8 @@ from shoal.parallel.tensor_parts.arguments import by_name, changed, first_of, na
 
 
 def divide_between(module: nn.Module, name: str, description: Description, tensor: Any) -> None:
-    """Divide the first argument of a first block, or its `hidden_states`, and join the first output of a last one. Other
-    arguments with a row for each token are divided before every block."""
+    """Divide the first argument of a first block, or its `hidden_states`, and join the first output of a last one.
+    Other arguments with a row for each token are divided before every block."""
     found = chains(description.token_blocks)
     is_first, is_last = name in {chain[0] for chain in found}, name in {chain[-1] for chain in found}
     names = names_of(module)

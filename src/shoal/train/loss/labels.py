@@ -84,8 +84,8 @@ def is_shifting(own: Tensor, logits: Tensor, labels: Tensor, *, adds_routers: bo
     if not apart[nearest] <= rounding * max(abs(value), 1e-3):
         if adds_routers:
             raise ShoalError(
-                f"the model's own loss of the first batch, {value:.6g}, has {apart[nearest]:.3g} of its routers beside the"
-                " cross-entropy: a product of two means over all tokens, which is no sum over microbatches and ranks",
+                f"the model's own loss of the first batch, {value:.6g}, has {apart[nearest]:.3g} of its routers beside"
+                " the cross-entropy: a product of means over all tokens, which is no sum over microbatches and ranks",
                 fix=ROUTER_LOSS,
                 code="T014",
             )
