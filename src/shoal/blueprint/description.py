@@ -94,7 +94,7 @@ class Description:
 
     token_blocks: tuple[str, ...] = ()
     """Blocks, one after the other, between which alone `sp` divides the tokens: before the first and after the last of
-    them every rank has all. Blocks of another list, as of a decoder after an encoder, begin anew. Empty: a VOCABULARY
+    them every rank has all. Blocks of another list, as of a decoder after an encoder, start over. Empty: a VOCABULARY
     embedding divides tokens, and the head gathers them."""
 
     sp_arguments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
