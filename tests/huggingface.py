@@ -132,7 +132,7 @@ LISTED = DENSE | EXPERTS | PACKED | OTHERS | OLDER
 ALL = LISTED | more.ALL
 REJECTED = {
     **dict.fromkeys(("vit", "clip", "falcon", "gptj", "openai-gpt", "roberta", "xlm-roberta"), ("cp=2",)),
-    **dict.fromkeys(("t5", "whisper", "bloom"), ("sp=on", "cp=2")),
+    **dict.fromkeys(("t5", "whisper", "bloom"), ("cp=2",)),
     "mamba": ("tp=2", "cp=2"),
     **more.REJECTED,
 }

@@ -223,20 +223,17 @@ WITH_EXPERTS = (
 )
 """Those whose experts `ep` divides."""
 NO_TP = ("tp=2", "cp=2")
-NO_SP = ("sp=on", "cp=2")
 NOTHING = ("tp=2", "pp=2", "cp=2")
 REJECTED = {
-    **dict.fromkeys(("llama4", "gpt-neo", "falcon alibi", "falcon new", "lfm2", "esm"), ("cp=2",)),
-    **dict.fromkeys((*IMAGES, "codegen", "opt", "mpt", "biogpt", "mpnet", "fnet", "roberta-prelayernorm"), NO_SP),
-    **dict.fromkeys(("dinov2", "deit", "siglip", "beit"), ("cp=2",)),
-    **dict.fromkeys(("jamba", "bamba", "granitemoe hybrid", "minimax", "qwen3-next", "qwen3.5", *PAIRS), NO_SP),
+    **dict.fromkeys(("llama4", "gpt-neo", "falcon alibi", "falcon new", "lfm2", "esm", "codegen", "opt"), ("cp=2",)),
+    **dict.fromkeys(("mpt", "biogpt", "mpnet", "fnet", "roberta-prelayernorm", *PAIRS, *IMAGES), ("cp=2",)),
+    **dict.fromkeys(("jamba", "bamba", "granitemoe hybrid", "minimax", "qwen3-next", "qwen3.5"), ("cp=2",)),
     **dict.fromkeys(("mamba2", "falcon-mamba"), NO_TP),
     **dict.fromkeys(("jetmoe", "dbrx", "deberta-v2", *SOUNDS), NOTHING),
-    "gemma4": ("sp=on",),
     "albert": ("sp=on", "pp=2"),
+    "swin": ("sp=on", "cp=2"),
     "zamba2": NOTHING,
-    "recurrent-gemma": NO_SP,
-    "gemma3n": NO_SP,
+    "recurrent-gemma": ("cp=2",),
 }
 """Architecture → words of plans that it cannot have."""
 OTHER_TRAFFIC: dict[tuple[str, str], str] = {

@@ -14,12 +14,13 @@ from shoal import ShoalError
 from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
 from shoal.models.huggingface.labels import shifts_labels
-from shoal.train.build_model import describe
+from shoal.train.build_model import adapt, describe
 from shoal.train.checks import rule_under
 from shoal.train.loss.objective import LabelRule
 from shoal.train.run import Run
 from tests.cover import wide
 from tests.dist.pool import Pool
+from tests.rejects import rejects
 
 transformers = pytest.importorskip("transformers")
 
@@ -41,6 +42,9 @@ def build(kind: str) -> nn.Module:
         model = t.GPT2LMHeadModel(config)
     elif kind == "llama":
         model = t.LlamaForCausalLM(t.LlamaConfig(**SMALL, **HEADS, max_position_embeddings=16))
+    elif kind == "mixtral":
+        model = t.MixtralForCausalLM(t.MixtralConfig(**SMALL, **HEADS, num_key_value_heads=2, num_local_experts=4))
+        model.config.output_router_logits = True
     elif kind.startswith("bert"):
         config = t.BertConfig(**SMALL, **HEADS, **no_dropout, max_position_embeddings=16, num_labels=3)
         classes = {"mlm": t.BertForMaskedLM, "tokens": t.BertForTokenClassification}
@@ -192,6 +196,34 @@ def test_a_loss_that_is_not_cross_entropy_is_rejected() -> None:
     refused(
         "bert qa", {"input_ids": ids, "start_positions": ids[:, 0] % 4, "end_positions": ids[:, 1] % 4}, "no labels"
     )
+
+
+def test_a_loss_of_routers_is_no_sum_over_microbatches() -> None:
+    refused("mixtral", batch("mixtral"), r"of its routers beside the cross-entropy")
+    model = build("mixtral").float()
+    parts = [{name: x[i : i + 4] for name, x in batch("mixtral").items()} for i in (0, 4)]
+    sums = [balanced(model, part) for part in parts]
+    mean = sum(total.item() for total, _ in sums) / sum(int(count) for _, count in sums)
+    with Run("fp32 mb=4", device="cpu", loss=balanced) as run:  # as the fix says
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        assert run.step(batch("mixtral")).item() == pytest.approx(mean, rel=1e-5)
+
+
+def balanced(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    count = (batch["labels"][:, 1:] != -100).sum()
+    return model(**batch).loss * count, count
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "code"),
+    [("llama", "cp=2", "M143"), ("mixtral", "sp=on tp=2", "M144"), ("mixtral", "cp=2", "M143")],
+)
+def test_a_models_own_loss_of_some_tokens_is_rejected(kind: str, words: str, code: str) -> None:
+    """It was computed, and was another number."""
+    model = build(kind)
+    adapt(model, describe(model), Plan.parse(words).resolve(2))
+    with rejects(code, words.split()[0]):
+        model(**batch(kind))
 
 
 def test_the_convention_of_a_loss_with_other_terms_is_not_known() -> None:

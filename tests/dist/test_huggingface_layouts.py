@@ -80,6 +80,8 @@ def test_a_model_of_transformers_under_every_layout(pool: Pool, kind: str) -> No
     [
         ("afmoe", "tp=2 sp=on mb=2"),  # a layer is split inside of a module with a bias for its router, on flat tokens
         ("dbrx", "zero=3 mb=1"),  # reads weights of a module without calling it
+        ("bart", "tp=2 sp=on mb=2"),  # a decoder divides its tokens, and reads all of the encoder's
+        wide("t5", "tp=2 sp=on mb=2"),  # whole attentions that pass a bias on
         wide("beit", "tp=2 sp=on mb=2"),  # layers are split inside of a block with scales of its own
         wide("lfm2", "tp=2 sp=on mb=2"),  # a convolution over tokens is inside of a region
     ],
@@ -89,9 +91,10 @@ def test_layers_inside_of_modules_with_parameters(pool: Pool, kind: str, words: 
 
 
 @pytest.mark.wide
-def test_a_region_may_mask_its_input(pool: Pool) -> None:
+@pytest.mark.parametrize("kind", ["lfm2", "t5", "bart", "jamba", "qwen3-next", "mpnet", "bloom", "gemma3n"])
+def test_padded_tokens_are_masked_where_tokens_are_divided(pool: Pool, kind: str) -> None:
     plans = ["tp=2 sp=on mb=2", "tp=2 sp=off mb=2"]
-    assert len(pool.run(largest_differences, 2, "lfm2", True, plans)[0]) == len(plans)
+    assert len(pool.run(largest_differences, 2, kind, True, plans)[0]) == len(plans)
 
 
 @pytest.mark.parametrize("kind", ["llama", wide("gemma2"), wide("mistral window"), wide("modernbert")])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shoal import ShoalError, Split
 from shoal.models.huggingface.splits.block_copies import BlockCopy
 from shoal.models.huggingface.splits.found_splits import regions_of
-from shoal.models.huggingface.splits.tokens import why_not_divided
+from shoal.models.huggingface.splits.tokens import Division, why_not_divided
 from shoal.parallel.tensor_parts.attributes import divide_attributes
 from shoal.parallel.tensor_parts.linear_dims import PLAIN, TRANSPOSED, linear_dims
 
@@ -95,12 +95,12 @@ def test_layers_before_the_columns_stay_whole() -> None:
 @pytest.mark.parametrize(("how", "splits"), [("plain", {"0": Split.ALL_TOKENS}), ("plain", {}), ("gated", {})])
 def test_a_block_computes_each_token_alone(how: str, splits: dict[str, Split]) -> None:
     """An attention does not, unless all tokens are gathered before it."""
-    assert (why_not_divided(copy_of(how), splits) is None) == bool(splits)
+    assert (why_not_divided(copy_of(how), Division(splits)) is None) == bool(splits)
 
 
 def test_regions_see_all_tokens() -> None:
     splits = {"0": Split.REGION, "0.o": Split.ROW}
-    assert why_not_divided(copy_of("gated"), splits) is None
+    assert why_not_divided(copy_of("gated"), Division(splits)) is None
 
 
 class Product(nn.Module):

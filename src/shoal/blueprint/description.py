@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache
+from itertools import groupby
 
 
 class Split(Enum):
@@ -49,7 +50,7 @@ class Description:
     blocks, before_blocks, after_blocks       what sharding, recompute and pipelines cut (`zero=3`, `recompute`, `pp`)
     costs                                     what they cost to compute, where stages are to be balanced (`pp`)
     splits, parts, cuts, per_rank             how tensor parallelism splits layers (`tp`)
-    token_blocks                              where sequence parallelism divides tokens (`sp`)
+    token_blocks, sp_arguments                where sequence parallelism divides tokens (`sp`)
     num_heads, num_kv_heads                   what its degree must divide (`tp`)
     positions, documents, positions_restart   arguments of `forward` under context parallelism (`cp`)
     num_experts, active_experts               of a mixture of experts (`ep`)
@@ -93,7 +94,16 @@ class Description:
 
     token_blocks: tuple[str, ...] = ()
     """Blocks, one after the other, between which alone `sp` divides the tokens: before the first and after the last of
-    them every rank has all. Empty: a VOCABULARY embedding divides them, and the head gathers them."""
+    them every rank has all. Blocks of another list, as of a decoder after an encoder, start over. Empty: a VOCABULARY
+    embedding divides tokens, and the head gathers them."""
+
+    sp_arguments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Pattern of a module inside `token_blocks` → what `sp` does with its arguments, by their names:
+
+    divide   of a block, beside its activations: it has a row for each token, and every rank has all of them
+    gather   of an ALL_TOKENS module, beside its first one: it has a row for each of the rank's tokens; and of a COLUMN
+             layer: its rows may be those of all samples, in one dim, since each is computed alone
+    enter    of an ALL_TOKENS module or a COLUMN layer: every rank has it whole, as the output of an encoder"""
 
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs of names of one shared parameter; the first name of a pair is its key."""
@@ -159,6 +169,10 @@ class Description:
         """The dim of `cuts` for a parameter."""
         return next((dim for pattern, dim in self.cuts.items() if matches(pattern, parameter)), None)
 
+    def sp_arguments_of(self, module: str) -> Mapping[str, str]:
+        """What `sp` does with arguments of a submodule, by their names."""
+        return next((ways for pattern, ways in self.sp_arguments.items() if matches(pattern, module)), {})
+
     def kind_of(self, name: str) -> str:
         """The same for the same thing in every layer, where no pattern names a layer by its number."""
         return _without_numbers(name) if self._are_layers_alike else name
@@ -182,6 +196,15 @@ class Description:
 @lru_cache(maxsize=2**14)
 def _without_numbers(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def chains(token_blocks: Sequence[str]) -> list[tuple[str, ...]]:
+    """Blocks that hand divided tokens to one another: those of one list.
+
+    >>> chains(["encoder.0", "encoder.1", "decoder.0"])
+    [('encoder.0', 'encoder.1'), ('decoder.0',)]
+    """
+    return [tuple(found) for _, found in groupby(token_blocks, lambda name: name.rpartition(".")[0])]
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -25,9 +25,10 @@ class TPBoundary:
 
     module: str
     """The split layer at this boundary."""
-    way: Literal["enter", "leave", "logits", "gather", "divide", "join"]
-    """logits: it leaves a head that is split by vocabulary. gather: it enters a whole module that needs all tokens.
-    divide, join: it enters the first block between which tokens are divided, or leaves the last one."""
+    way: Literal["enter", "enter_whole", "share", "leave", "logits", "gather", "divide", "join"]
+    """enter_whole: `sp` does not divide its tokens. logits: it leaves a head that is split by vocabulary. gather,
+    share: it enters a whole module that needs all tokens, of which a rank has some, or all. divide, join: it enters the
+    first block between which tokens are divided, or leaves the last one."""
     shape: Shape
     """The whole activation of one sample."""
     has_backward: bool = True

@@ -59,9 +59,10 @@ def split(model: nn.Module, names: Iterable[str], description: Description, tens
                 divides = tensor.splits_tokens and divides_tokens_of(description, inner)
                 _note_partial(layer, inner, how, description, tensor, divides_tokens=divides)
                 _split_layer(layer, inner, how, tensor, pieces, divides_tokens=divides)
+                _note_arguments(layer, inner, how, description, tensor, divides_tokens=divides)
                 _check_cut(layer, inner, description, tensor)
             if tensor.splits_tokens and inner in description.token_blocks:
-                divide_between(layer, inner, description.token_blocks, tensor)
+                divide_between(layer, inner, description, tensor)
             for pattern, numbers in description.per_rank.items():
                 if matches(pattern, inner):
                     divide_attributes(layer, numbers, tensor.degree)
@@ -91,11 +92,6 @@ def _split_layer(
     *,
     divides_tokens: bool,
 ) -> None:
-    if how is Split.SEQUENCE and divides_tokens and type(layer) is nn.Embedding:
-        become(layer, PositionEmbedding, tensor, pieces)
-    if how is Split.ALL_TOKENS and divides_tokens:
-        assert tensor.group is not None
-        gather_around(layer, tensor.group)
     if how in WHOLE or (how is Split.VOCABULARY and next(layer.children(), None) is not None):
         return
     if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
@@ -124,6 +120,22 @@ def _split_layer(
     layer.sees_all_tokens = tensor.splits_tokens and not divides_tokens
     if kind is VocabularyParallelHead:
         tensor.num_logits = layer.out_features
+
+
+def _note_arguments(
+    layer: Any, name: str, how: Split, description: Description, tensor: TensorParallel, *, divides_tokens: bool
+) -> None:
+    """Let a layer see the tokens that it needs."""
+    assert tensor.group is not None
+    ways = description.sp_arguments_of(name)
+    is_position = how is Split.SEQUENCE and type(layer) is nn.Embedding
+    if is_position and divides_tokens and not description.token_blocks:  # between blocks it reads what a block has
+        become(layer, PositionEmbedding, tensor, {})
+    if how is Split.ALL_TOKENS and divides_tokens:
+        gather_around(layer, tensor.group, ways)
+    if how is Split.COLUMN and ways:  # of an encoder's output, also without `sp`
+        layer.sees_all_tokens = "enter" in ways.values()
+        layer.takes_rows = "gather" in ways.values()
 
 
 def _hook_region(layer: nn.Module, tensor: TensorParallel, *, is_deep: bool) -> None:

@@ -75,12 +75,12 @@ class TensorParallel:
         self._takes_rows = False
         """Whether a region may read samples and tokens as one dim: it is no attention, and computes each row alone."""
 
-    def enter(self, x: Tensor, *, all_tokens: bool = False) -> Tensor:
+    def enter(self, x: Tensor, *, all_tokens: bool = False, takes_rows: bool = False) -> Tensor:
         """Pass a replicated tensor into a split region. Queries, keys and values read one x: it enters once.
-        `all_tokens`: `sp` does not divide those of x."""
+        `all_tokens`: `sp` does not divide those of x. `takes_rows`: samples and tokens may be one dim of it."""
         if self.group is None:
             return x
-        if self._region is not None:
+        if self._region is not None and not all_tokens:
             if x is not self._region and not self._is_deep and not _is_computed_of(x, self._region):
                 raise ShoalError(
                     "a layer that is split by COLUMN must read the input of its region, got another tensor",
@@ -92,12 +92,17 @@ class TensorParallel:
             self._outside = x
             wide = in_autocast_dtype(x)  # cast before it is sent, as the product would
             if self.splits_tokens and not all_tokens:
-                if not self._takes_rows:
+                if not (self._takes_rows or takes_rows):
                     _check_tokens(wide)
                 self._inside = gather_tokens(wide, self.group)
             else:
                 self._inside = enter(wide, self.group)
         return self._inside
+
+    def enter_layer(self, layer: Any, x: Tensor) -> Tensor:
+        """Pass a replicated tensor into a layer that is split by COLUMN, as its description says."""
+        all_tokens, takes_rows = (bool(getattr(layer, name, False)) for name in ("sees_all_tokens", "takes_rows"))
+        return self.enter(x, all_tokens=all_tokens, takes_rows=takes_rows)
 
     def enter_region(
         self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], *, is_deep: bool = False
@@ -233,7 +238,7 @@ class ColumnParallelLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map a replicated tensor to this rank's features."""
         check_features(self, x, "all")
-        y = F.linear(self.tensor.enter(x), self.weight, self.bias)
+        y = F.linear(self.tensor.enter_layer(self, x), self.weight, self.bias)
         return self.tensor.leave_features(y, self.out_features) if self.gather_output else y
 
 

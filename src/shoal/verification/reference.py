@@ -112,7 +112,8 @@ def _loss(model: nn.Module, batch: Any, case: Case) -> Any:
     else:
         output = model(batch[0], **given)
     logits, own = getattr(output, "logits", output), getattr(output, "loss", None)
-    if isinstance(own, Tensor) and is_shifting(own, logits, labels):
+    adds_routers = getattr(output, "aux_loss", None) is not None
+    if isinstance(own, Tensor) and is_shifting(own, logits, labels, adds_routers=adds_routers):
         labels = shifted(labels)
     wide = logits if logits.dtype.itemsize >= 4 else logits.float()
     return F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORE)

@@ -15,6 +15,7 @@ from shoal.blueprint.plan import Plan
 from shoal.errors import ShoalError
 from shoal.models.huggingface import attention, experts
 from shoal.models.huggingface.fast import swap_layers
+from shoal.models.huggingface.label_shift import shift_of
 from shoal.parallel.context.attention import positions_in_documents
 
 MARK = "_is_adapted_for_shoal"
@@ -45,6 +46,8 @@ def adapt(model: Any, description: Description, plan: Plan | None, *, fused: boo
         needs_positions=divides_all and context == 1,
         checks_positions=divides and is_able,
         cp=context,
+        divided_by=None if plan is None else _divided_by(plan, description),
+        shifts_labels=context > 1 and _shifts_labels(model),
         why_not_packed=description.why_not.get("cp"),
         packed_attention=before if is_able and is_fused and not divides and before == "sdpa" else None,
     )
@@ -62,6 +65,10 @@ class Inputs:
     needs_positions: bool
     checks_positions: bool
     cp: int
+    divided_by: str | None = None
+    """The word of the plan by which a rank has some of the tokens of a sequence, or some of the layers."""
+    shifts_labels: bool = False
+    """Whether the model's own loss, of the labels of some tokens, would lack those of the next ones."""
     why_not_packed: str | None = None
     """Why a token could see other documents of its sample; None: it cannot."""
     packed_attention: str | None = None
@@ -76,6 +83,7 @@ class Inputs:
                 fix="--data.pack false",
                 code="L016",
             )
+        self._check_own_loss(model, options)
         options = with_positions(options)
         if self.takes_cache:
             options = {"use_cache": False, **options}
@@ -93,6 +101,23 @@ class Inputs:
                 options = {**options, "position_ids": torch.arange(tokens.shape[1], device=tokens.device)[None]}
         return arguments, options
 
+    def _check_own_loss(self, model: Any, options: dict[str, Any]) -> None:
+        if self.shifts_labels and options.get("labels") is not None:
+            raise ShoalError(
+                f"the model shifts labels by one token, and {self.divided_by} gives a rank tokens whose next ones are"
+                " on others: its own loss would leave labels out",
+                fix="Run() without loss=, which shifts them before tokens are divided; or cp=1",
+                code="M143",
+            )
+        wanted = options.get("output_router_logits")
+        if self.divided_by is not None and (_returns_router_logits(model) if wanted is None else wanted):
+            raise ShoalError(
+                f"output_router_logits=True needs the routers of all layers and tokens on every rank, and"
+                f" {self.divided_by} divides them",
+                fix="model.config.output_router_logits = False; or cp=1, pp=1 and sp=off",
+                code="M144",
+            )
+
     def _check(self, positions: Tensor) -> None:
         if self.cp > 1:
             raise ShoalError(
@@ -107,6 +132,25 @@ class Inputs:
                 " pp=1 and sp=off",
                 code="M064",
             )
+
+
+def _divided_by(plan: Plan, description: Description) -> str | None:
+    for axis in ("cp", "pp"):
+        if plan.layout.degree(axis) > 1:
+            return f"{axis}={plan.layout.degree(axis)}"
+    return "sp=on" if splits_tokens(plan, description) else None
+
+
+def _shifts_labels(model: Any) -> bool:
+    """Whether a model's own loss compares logits with the label of the next token, as far as its function shows."""
+    try:
+        return shift_of(model.loss_function) is True
+    except Exception:  # it is a loss of other things
+        return False
+
+
+def _returns_router_logits(model: Any) -> bool:
+    return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
 
 
 def with_positions(options: dict[str, Any]) -> dict[str, Any]:

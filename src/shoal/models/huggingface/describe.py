@@ -31,12 +31,19 @@ from shoal.models.huggingface.order import Order, order_of
 from shoal.models.huggingface.pooled import pooled_output
 from shoal.models.huggingface.position_table import max_tokens_of
 from shoal.models.huggingface.splits.found_splits import FoundSplits, found_splits, heads_of, vocabulary_of
-from shoal.models.huggingface.splits.sequence import computes_each_token, is_from_embedding, why_not_between_blocks
+from shoal.models.huggingface.splits.sequence import (
+    TokenDivision,
+    between_blocks,
+    computes_each_token,
+    is_from_embedding,
+)
 from shoal.parallel.lora.layers import LoRALinear
 
 T = TypeVar("T")
 STYLES = {"colwise": Split.COLUMN, "rowwise": Split.ROW, "replicated_with_grad_allreduce": Split.HEADS}
 """Words of a tp_plan that mean the same here. `_gather_output` and `_split_input` gather activations: not followed."""
+
+NO_POSITIONS = "takes no position_ids, which tokens of a divided sequence need"
 
 
 def describe(model: Any) -> Description:
@@ -53,17 +60,21 @@ def describe(model: Any) -> Description:
     if "tp" not in why_not and not is_divided:
         why_not["tp"] = f"{type(model).__name__} {_why_not_split(order, found)}"
     named = {} if "tp" in why_not else _splits(model, declared, followed, found, has_order=bool(order.before))
-    divides_between = "cp" in why_not or not is_from_embedding(model, order, found)
+    tokens = TokenDivision()
     if "tp" in why_not:
         why_not["sp"] = why_not["tp"]
-    elif divides_between and (why := why_not_between_blocks(model, order, found, named)) is not None:
-        why_not["sp"] = f"{type(model).__name__} {why}"
+    elif "cp" in why_not or not is_from_embedding(model, order, found):
+        tokens = between_blocks(model, order, found, named)
+        named |= tokens.splits
+    if tokens.why_not is not None:
+        why_not["sp"] = f"{type(model).__name__} {tokens.why_not}"
     config = _text_config(model)
     experts = experts_in(model)
     splits = _as_patterns(named, model) | _as_patterns(dict.fromkeys(experts, Split.EXPERTS), model)
     numbers = {int(module.num_experts) for module in experts.values()}
     if len(numbers) > 1:
         why_not["ep"] = f"{type(model).__name__} has layers of {' and '.join(map(str, sorted(numbers)))} experts"
+    ways = {name: tuple(found.items()) for name, found in tokens.arguments.items()}
     is_split = any(named.get(name) is not Split.ALL_TOKENS for name in attentions(model))
     head = model.get_output_embeddings()
     rule = _logit_rule(model, head)
@@ -75,7 +86,8 @@ def describe(model: Any) -> Description:
         splits=splits,
         parts=_as_patterns(found.parts, model),
         cuts=_as_patterns(found.cuts, model),
-        token_blocks=order.blocks if divides_between and "sp" not in why_not else (),
+        token_blocks=tokens.blocks,
+        sp_arguments={pattern: dict(ways) for pattern, ways in _as_patterns(ways, model).items()},
         per_rank=_as_patterns(found.per_rank, model),
         tied=tuple(_tied(model, order)),
         head=None if rule is None else name_of(model, head),
@@ -109,7 +121,7 @@ def _why_not(model: Any, order: Order) -> Iterator[tuple[str, str]]:
     kind = type(model).__name__
     is_pair = getattr(model.config, "is_encoder_decoder", False)
     if is_pair:
-        yield "cp", f"{kind} has an encoder and a decoder, whose tokens have positions of their own"
+        yield "cp", f"{kind} {_why_not_context_of_pair(model)}"
         if getattr(model, "tp_plan", None):
             yield "tp", f"{kind} has an encoder and a decoder, and splits are derived for one of them alone"
     for axis in ("pp", "tp", "cp") if order.uncalled else ():
@@ -122,12 +134,18 @@ def _why_not(model: Any, order: Order) -> Iterator[tuple[str, str]]:
         yield "cp", f"{kind} {why}"
 
 
+def _why_not_context_of_pair(model: Any) -> str:
+    if not _takes(model, "position_ids"):
+        return NO_POSITIONS
+    return "has a decoder that also attends to the tokens of an encoder, and cp divides one sequence"
+
+
 def _why_not_context(model: Any, order: Order) -> str | None:
     blocks = order.blocks
     if not blocks:
         return order.why_not or "has no blocks that could be found"
     if not _takes(model, "position_ids"):
-        return "takes no position_ids, which tokens of a divided sequence need"
+        return NO_POSITIONS
     tables = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.Embedding))
     counted = next((name for name, one in tables if "position" in name and one.padding_idx is not None), None)
     if counted is not None:  # RoBERTa

@@ -17,12 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.blueprint.description import Description
 from shoal.models.huggingface.adapt import adapt
+from shoal.models.huggingface.label_shift import shift_of
 from shoal.models.huggingface.order import inputs_of
 from shoal.parallel.pipeline.known_values import KnownValues
 from shoal.parallel.pipeline.skeleton import skeleton_of
-from shoal.train.loss.labels import shifted
 
-TOKENS, WORDS = 5, 7
 PLAIN = {"weight": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
 """The options of a cross-entropy that is the mean over all labels that count."""
 
@@ -72,20 +71,9 @@ def shifts_labels(model: Any, description: Description) -> bool | None:
     except Exception:  # it needs other inputs, or real values
         return None
     is_passed = len(passed) == 1 and not losses.seen and passed[0][0] is output.logits and passed[0][1] is labels
-    return _shift_of(model.loss_function) if is_passed and output.loss is noted else None
+    return shift_of(model.loss_function) if is_passed and output.loss is noted else None
 
 
 def _is_all_of(view: Tensor, whole: Tensor) -> bool:
     base = whole if whole._base is None else whole._base
     return (view is whole or view._base is base) and view.numel() == whole.numel() == base.numel()
-
-
-def _shift_of(function: Any) -> bool | None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1, TOKENS, WORDS, generator=generator, dtype=torch.float32)  # whatever the default is
-    labels = torch.tensor([[3, 1, -100, 5, 0]])
-    found = function(logits=logits, labels=labels, vocab_size=WORDS)
-    for is_shifted, one in ((True, shifted(labels)), (False, labels)):
-        if torch.allclose(found, F.cross_entropy(logits.flatten(0, 1), one.flatten()), rtol=1e-5):
-            return is_shifted
-    return None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
-from shoal.blueprint.description import Description, Split
+from shoal.blueprint.description import Description, Split, chains
 from shoal.blueprint.model_shapes import AttentionSite, DispatchSite, ModelShapes, RouterSite, TPBoundary
 from shoal.blueprint.placement import is_inside, split_of
 from shoal.parallel.context.attention import Attention
@@ -31,6 +31,7 @@ from shoal.parallel.pipeline.calls import trace_calls
 from shoal.parallel.pipeline.known_values import KnownValues
 from shoal.parallel.pipeline.skeleton import Call, skeleton_of
 from shoal.parallel.pipeline.stage_io import live
+from shoal.parallel.tensor_parts.arguments import by_name, first_of, names_of
 
 
 def trace_shapes(model: nn.Module, description: Description, call: Call) -> ModelShapes:
@@ -115,16 +116,16 @@ class _Trace:
             return  # the input of the region has entered
         if how in (Split.COLUMN, Split.VOCABULARY) and x.is_floating_point() and x is not self._entered:
             self._entered = x
-            self._cross("enter", name, x)
+            is_whole = "enter" in self.description.sp_arguments_of(name).values()
+            self._cross("enter_whole" if is_whole else "enter", name, x)
 
     def before_deep(self, name: str, x: Tensor) -> None:
         self._cross("enter", name, x)
 
-    def before_all_tokens(self, name: str, x: Tensor) -> None:
-        self._cross("gather", name, x)
-
-    def before_blocks(self, name: str, x: Tensor) -> None:
-        self._cross("divide", name, x)
+    def argument(self, way: str, name: str, x: Any) -> None:
+        """Something that `sp` gathers, divides or shares before a module."""
+        if isinstance(x, Tensor):
+            self._cross(way, name, x)
 
     def after_blocks(self, name: str, output: Any) -> None:
         self._cross("join", name, output if isinstance(output, Tensor) else output[0])
@@ -185,7 +186,7 @@ class _Trace:
         self.seen.append(_Event(way, name, per_sample, x.requires_grad))
 
     def tp_boundaries(self) -> Iterator[TPBoundary]:
-        for place, event in self._of("enter", "leave", "logits", "gather", "divide", "join"):
+        for place, event in self._of("enter", "enter_whole", "share", "leave", "logits", "gather", "divide", "join"):
             way: Any = event.what
             yield TPBoundary(
                 module=event.module,
@@ -239,8 +240,8 @@ def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
             if is_layer and split_of(description, name) in (Split.COLUMN, Split.ROW, Split.VOCABULARY):
                 stack.callback(module.register_forward_pre_hook(_before(trace, name)).remove)
                 stack.callback(module.register_forward_hook(_after(trace, name)).remove)
-            if split_of(description, name) is Split.ALL_TOKENS:
-                hook = module.register_forward_pre_hook(_reads(trace.before_all_tokens, name), with_kwargs=True)
+            if ways := _ways(description, module, name):
+                hook = module.register_forward_pre_hook(_passes(trace, name, module, ways), with_kwargs=True)
                 stack.callback(hook.remove)
             if split_of(description, name) is Split.REGION and _is_deep(description, module, name):
                 trace.deep.add(name)
@@ -251,11 +252,8 @@ def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
             if isinstance(module, Attention | Experts | Dispatch | Router):
                 stack.callback(module.register_forward_pre_hook(_begun(trace, name, modules)).remove)
                 stack.callback(module.register_forward_hook(_done(trace, name)).remove)
-        for name in description.token_blocks[:1]:
-            hook = modules[name].register_forward_pre_hook(_reads(trace.before_blocks, name), with_kwargs=True)
-            stack.callback(hook.remove)
-        for name in description.token_blocks[-1:]:
-            stack.callback(modules[name].register_forward_hook(_joined(trace, name)).remove)
+        for chain in chains(description.token_blocks):
+            stack.callback(modules[chain[-1]].register_forward_hook(_joined(trace, chain[-1])).remove)
         for name in description.blocks:
             stack.callback(modules[name].register_forward_hook(_ended(trace, name)).remove)
         stack.enter_context(saved_tensors_hooks(trace.saved, lambda tensor: tensor))
@@ -281,6 +279,32 @@ def _reads(note: Any, name: str) -> Any:
 
     def hook(_module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         note(name, arguments[0] if arguments else options["hidden_states"])
+
+    return hook
+
+
+FIRST = ""
+"""The argument with the activations, whatever its name is."""
+
+
+def _ways(description: Description, module: nn.Module, name: str) -> dict[str, str]:
+    """Argument → how it crosses into a module under `sp`."""
+    found = dict(description.sp_arguments_of(name))
+    if split_of(description, name) is Split.ALL_TOKENS:
+        return {FIRST: "gather"} | {one: "share" if way == "enter" else way for one, way in found.items()}
+    if name not in description.token_blocks:
+        return {}
+    return ({FIRST: "divide"} if name in {chain[0] for chain in chains(description.token_blocks)} else {}) | found
+
+
+def _passes(trace: _Trace, name: str, module: nn.Module, ways: dict[str, str]) -> Any:
+    """A hook that notes arguments of a module."""
+    names = names_of(module)
+
+    def hook(_module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        given = by_name(names, arguments, options)
+        for one, way in ways.items():
+            trace.argument(way, name, given.get(one or first_of(names, arguments)))
 
     return hook
 

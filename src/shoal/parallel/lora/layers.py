@@ -85,7 +85,7 @@ class ColumnParallelLoRA(Adapted, ColumnParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Map a replicated tensor to this rank's features."""
         check_features(self, x, "all")
-        inside = self.tensor.enter(x)
+        inside = self.tensor.enter_layer(self, x)
         return self.add_update(F.linear(inside, self.weight, self.bias), inside)
 
 

@@ -21,7 +21,7 @@ class ColumnParallelTransposed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map a replicated tensor to this rank's features."""
-        return F.linear(self.tensor.enter(x), self.weight.T, self.bias)
+        return F.linear(self.tensor.enter_layer(self, x), self.weight.T, self.bias)
 
 
 class RowParallelTransposed(nn.Module):

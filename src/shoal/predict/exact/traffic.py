@@ -211,7 +211,10 @@ def _at_boundary(step: Step, boundary: TPBoundary, *, splits_logits: bool) -> It
     backwards = step.num_microbatches * boundary.has_backward
     enters = boundary.way in ("enter", "gather")
     divides = step.splits_tokens and rules.divides_tokens_of(step.shapes.description, boundary.module)
-    if boundary.way in ("gather", "divide", "join") and not divides:
+    if boundary.way in ("gather", "share", "divide", "join") and not divides:
+        return
+    if boundary.way in ("enter_whole", "share"):
+        yield "tp", "all_reduce", backwards, size
         return
     if boundary.way in ("divide", "join"):
         yield "tp", "all_gather", forwards if boundary.way == "join" else backwards, size

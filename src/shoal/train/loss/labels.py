@@ -21,6 +21,13 @@ from shoal.data.batch import IGNORE
 from shoal.errors import ShoalError
 
 OWN_LOSS = "Run(loss=lambda model, batch: model(**batch).loss)"
+ROUTER_LOSS = (
+    "model.config.output_router_logits = False; or, to balance each microbatch by itself, Run(loss=loss) with\n"
+    "    def loss(model, batch):\n"
+    "        count = (batch['labels'][:, 1:] != -100).sum()\n"
+    "        return model(**batch).loss * count, count"
+)
+"""What to type for a model that adds a loss of its routers."""
 _SAME = ("ToCopyBackward", "CloneBackward", "AliasBackward", "ViewBackward")
 
 
@@ -51,9 +58,9 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(inner.forward).parameters
 
 
-def is_shifting(own: Tensor, logits: Tensor, labels: Tensor) -> bool | None:
+def is_shifting(own: Tensor, logits: Tensor, labels: Tensor, *, adds_routers: bool = False) -> bool | None:
     """Whether a model's own loss compares logits with shifted labels; None: all labels are ignored.
-    Raise if it is the cross-entropy of neither."""
+    Raise if it is the cross-entropy of neither. `adds_routers`: the model adds a loss of its routers to it."""
     candidates = {False: labels} | ({True: shifted(labels)} if labels.dim() > 1 and logits.dim() > 2 else {})
     counting = {is_shifted for is_shifted, one in candidates.items() if bool((one != IGNORE).any())}
     if not counting:
@@ -75,6 +82,13 @@ def is_shifting(own: Tensor, logits: Tensor, labels: Tensor) -> bool | None:
     nearest = min(apart, key=apart.__getitem__)
     rounding = 1e-9 if own.dtype == torch.float64 else 1e-4
     if not apart[nearest] <= rounding * max(abs(value), 1e-3):
+        if adds_routers:
+            raise ShoalError(
+                f"the model's own loss of the first batch, {value:.6g}, has {apart[nearest]:.3g} of its routers beside"
+                " the cross-entropy: a product of means over all tokens, which is no sum over microbatches and ranks",
+                fix=ROUTER_LOSS,
+                code="T014",
+            )
         raise ShoalError(
             f"the model's own loss of the first batch, {value:.6g}, is not the cross-entropy of its logits and the"
             " labels, shifted or not: it has other terms, or leaves other labels out",

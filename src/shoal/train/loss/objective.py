@@ -129,7 +129,7 @@ class CrossEntropy:
         reject_shapes(logits, labels, fix=OWN_LOSS)
         assert isinstance(logits, Tensor)
         self._note_classes(labels, logits.shape[-1])
-        is_shifted = is_shifting(own, logits, labels)
+        is_shifted = is_shifting(own, logits, labels, adds_routers=getattr(output, "aux_loss", None) is not None)
         if is_shifted:
             reject_shifted_twice(_inputs(batch), labels)
             labels = shifted(labels)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from shoal.models.huggingface.modules import pattern_of
 from shoal.models.huggingface.order import inputs_of, takes
 from shoal.parallel.pipeline.known_values import KnownValues
 from shoal.parallel.pipeline.skeleton import Call, skeleton_of
+from shoal.parallel.tensor_parts.arguments import by_name, names_of
 from shoal.parallel.tensor_parts.linear_dims import linear_dims
 from shoal.verification.exact_casts import keeping_float64
 
@@ -41,8 +43,11 @@ class BlockCopy:
     names: tuple[str, ...]
     """The blocks of the model that are alike."""
     is_chained: bool = True
-    """Whether each block of the model reads the first output of the one before, and nothing else changes it."""
-
+    """Whether each block of a list reads the first output of the one before, and nothing else changes it."""
+    relayed: frozenset[str] = frozenset()
+    """Arguments that an earlier block of the chain has returned, beside its activations."""
+    relays: bool = False
+    """Whether some block reads such an argument."""
     reads_first: bool = False
     """Whether the model reads nothing but the first output of a block, and not, for example, scores of attention."""
 
@@ -57,7 +62,7 @@ def block_copies(model: Any, blocks: tuple[str, ...]) -> Iterator[BlockCopy]:
     """A copy of each kind of block; none, if the model cannot be run without values."""
     skeleton, clean = skeleton_of(model), skeleton_of(model)
     experts.install(clean)
-    calls, is_chained = _calls(skeleton, blocks)
+    calls, relayed, is_chained = _calls(skeleton, blocks)
     reads_first = bool(calls) and _reads_first(skeleton, blocks)
     kinds: dict[Any, list[str]] = {}
     for name in calls:
@@ -71,7 +76,10 @@ def block_copies(model: Any, blocks: tuple[str, ...]) -> Iterator[BlockCopy]:
                 tensor.copy_(_values(tensor, generator) / max(1, tensor.shape[-1] if tensor.dim() > 1 else 1) ** 0.5)
         arguments, options = tree_map_only(Tensor, partial(_values, generator=generator), calls[names[0]])
         options = {name: None if _is_cache(one) else one for name, one in options.items()}
-        yield BlockCopy(module, arguments, options, tuple(names), is_chained, reads_first)
+        passed_on = relayed[names[0]]
+        yield BlockCopy(
+            module, arguments, options, tuple(names), is_chained, passed_on, any(relayed.values()), reads_first
+        )
 
 
 def _is_cache(value: object) -> bool:
@@ -90,24 +98,33 @@ def _make_plain(block: nn.Module) -> None:
             block.set_submodule(name, plain)
 
 
-def _calls(skeleton: Any, blocks: tuple[str, ...]) -> tuple[dict[str, Call], bool]:
-    """The arguments of each block, and whether all are a chain."""
+def _calls(skeleton: Any, blocks: tuple[str, ...]) -> tuple[dict[str, Call], dict[str, frozenset[str]], bool]:
+    """The arguments of each block, the names of those that an earlier one has returned, and whether blocks of each list
+    are a chain."""
     inputs = inputs_of(skeleton)
     if inputs is None:
-        return {}, False
+        return {}, {}, False
     found: dict[str, Call] = {}
-    links: list[Any] = []
-    """Output of a block, input of the next one, and so on."""
+    relayed: dict[str, frozenset[str]] = {}
+    links: list[tuple[str, Any, Any]] = []
+    """Block, its input and its output, in the order of the calls."""
+    beside: list[Any] = []
+    """What blocks have returned beside their activations."""
 
     def note(name: str) -> Any:
-        def hook(_module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             found.setdefault(name, (arguments, dict(options)))
-            links.append(arguments[0] if arguments else options.get("hidden_states"))
+            given = by_name(names_of(module), arguments, options)
+            known = (one for one, value in given.items() if any(value is x for x in beside if isinstance(x, Tensor)))
+            relayed.setdefault(name, frozenset(known))
+            links.append((name, arguments[0] if arguments else options.get("hidden_states"), None))
 
         return hook
 
     def note_output(_module: nn.Module, _arguments: Any, output: Any) -> None:
-        links.append(output[0] if isinstance(output, tuple | list) else output)
+        several = isinstance(output, tuple | list)
+        links[-1] = (*links[-1][:2], output[0] if several else output)
+        beside.extend(output[1:] if several else ())
 
     experts.install(skeleton)
     with ExitStack() as stack:
@@ -116,9 +133,13 @@ def _calls(skeleton: Any, blocks: tuple[str, ...]) -> tuple[dict[str, Call], boo
             stack.callback(block.register_forward_pre_hook(note(name), with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(note_output).remove)
         if not _runs(skeleton, inputs):
-            return {}, False
-    pairs = zip(links[1:-1:2], links[2::2], strict=True)
-    return found, len(links) == 2 * len(blocks) and all(output is x for output, x in pairs)
+            return {}, {}, False
+    pairs = [(one, two) for one, two in pairwise(links) if _list_of(one[0]) == _list_of(two[0])]
+    return found, relayed, len(links) == len(blocks) and all(output is x for (_, _, output), (_, x, _) in pairs)
+
+
+def _list_of(block: str) -> str:
+    return block.rpartition(".")[0]
 
 
 def _reads_first(skeleton: Any, blocks: tuple[str, ...]) -> bool:

@@ -38,6 +38,9 @@ class Flow:
         """Module → its first argument."""
         self._twice: set[str] = set()
         given = [x for x in tree_leaves((block.arguments, block.options)) if isinstance(x, Tensor) and x.requires_grad]
+        first = block.arguments[0] if block.arguments else block.options.get("hidden_states")
+        self._beside = [x for x in given if x is not first]
+        """Arguments of the block beside its activations, as the output of an encoder."""
         trained = {name: p for name, p in block.module.named_parameters() if p.requires_grad}
         own = {name: p for name, p in trained.items() if name.rpartition(".")[0] not in self.linears}
         self._others = own | {f" argument {number}": x for number, x in enumerate(given)}
@@ -109,7 +112,8 @@ class Flow:
         ordered = tuple(name for name in self.feeds if name in columns)
         home = _around(ordered)
         reads = bool(home) and home not in self._twice
-        reads = reads and all(self.homes.get(home) is self.inputs[name] for name in columns)
+        read = [name for name in columns if not any(self.inputs[name] is x for x in self._beside)]
+        reads = reads and bool(read) and all(self.homes.get(home) is self.inputs[name] for name in read)
         reads = reads and Flow(self._block, home)._is_read_by(columns)
         return Region(ordered, row, home, reads)
 

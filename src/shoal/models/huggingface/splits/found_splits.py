@@ -37,16 +37,14 @@ class FoundSplits:
     unproven: list[str] = field(default_factory=list)
     """Candidates whose halves do not add up to the whole, and blocks that could not be tried; in words."""
 
-    def why_no_sequence(self, known: Iterable[str]) -> str | None:
-        """A region whose code may read the shape of divided tokens. An attention must be the home of a region, or have
-        nothing to do with one."""
-        around = [
-            (home, attention)
-            for home in self.homes
-            for attention in known
-            if home != attention and (f"{attention}.".startswith(f"{home}.") or home.startswith(f"{attention}."))
-        ]
-        return next((home for home, is_read in self.homes.items() if not is_read), around[0][0] if around else None)
+    def unread(self) -> str | None:
+        """A region whose layers do not all read its input: its code may read the shape of divided tokens."""
+        return next((home for home, is_read in self.homes.items() if not is_read), None)
+
+    def around(self, known: Iterable[str]) -> str | None:
+        """A region that is inside of an attention, or that is given all tokens and holds one."""
+        pairs = [(home, attention) for home in self.homes for attention in known if home != attention]
+        return next((a for a, b in pairs if is_inside(a, [b]) or (self.homes[a] and is_inside(b, [a]))), None)
 
 
 _known: WeakKeyDictionary[nn.Module, FoundSplits] = WeakKeyDictionary()

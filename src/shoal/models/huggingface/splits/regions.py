@@ -22,7 +22,8 @@ class Region:
     home: str
     """The innermost module around the columns."""
     reads_home: bool
-    """Whether all that is computed inside of it comes from its first argument, or its `hidden_states`."""
+    """Whether all that is computed inside of it comes from its first argument, or its `hidden_states`, and from further
+    arguments of the block as they are: keys and values of another sequence."""
     latent: tuple[str, ...] = ()
     """Linear layers of `home` before the columns, which stay whole."""
     others: tuple[str, ...] = ()
