@@ -56,6 +56,7 @@ DEFAULTS = {
 COPIED = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
     *("added_tokens.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
+    "preprocessor_config.json",
 )
 """Files of a folder that an export copies from the folder that training began with."""
 
