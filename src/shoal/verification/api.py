@@ -35,7 +35,8 @@ from shoal.train.build_model import adapt, build_model, describe, without_memory
 from shoal.train.loss.labels import needs_labels
 from shoal.train.loss.objective import CrossEntropy, LabelRule, call_of, objective_of, uncallable
 from shoal.train.model_prefix import function_for
-from shoal.train.recipe.preflight import check_sizes, check_task, with_tokenizer
+from shoal.train.recipe.preflight import as_trained, check_sizes, check_task
+from shoal.train.recipe.saving.start_weights import with_dimensions
 from shoal.train.trace.find_blocks import attach_blocks
 from shoal.verification.case import Case, in_precision, replaced_precision
 from shoal.verification.compression_error import without_compression
@@ -323,9 +324,10 @@ def check_case(
     found = Findings()
     found += check_verified_recipe(recipe, world_size, settings)
     plan = recipe.plan.fill(world_size)
+    recipe = found.of(with_dimensions, recipe) or recipe
     small = None if settings.real else found.of(smaller_model, recipe.model, plan.with_layout())
     section, is_small = small or (recipe.model, False)
-    recipe = recipe if is_small else found.of(with_tokenizer, recipe) or recipe
+    recipe = recipe if is_small else found.of(as_trained, recipe) or recipe
     datasets = None if is_small else found.of(open_datasets, recipe.data, recipe.run.seed)
     if is_small:
         drawn = found.of(draw, section, recipe, 2, tokens_for(plan.with_layout()), torch.Generator())

@@ -36,7 +36,7 @@ from shoal.train.loss.objective import CrossEntropy, LabelRule, call_of, uncalla
 from shoal.train.model_prefix import function_for, value_for
 from shoal.train.optim.build import check_matrices
 from shoal.train.recipe.check_own_model import check_own_model
-from shoal.train.recipe.saving.start_weights import check_weights
+from shoal.train.recipe.saving.start_weights import check_weights, with_dimensions
 from shoal.train.recipe.settings import settings_of
 from shoal.train.trace.find_blocks import attach_blocks
 
@@ -102,7 +102,7 @@ def check_recipe(
     """
     plan, of_model, of_data = recipe.plan.fill(world_size), Findings(), Findings()
     of_model += check_tokenizer(recipe)
-    recipe = of_model.of(with_tokenizer, recipe) or recipe
+    recipe = of_model.of(as_trained, recipe) or recipe
     model = of_model.of(without_memory, lambda: build_model(recipe.model))
     datasets = of_data.of(open_datasets, recipe.data, recipe.run.seed)
     data = None if datasets is None else datasets[0]
@@ -130,6 +130,11 @@ def check_tokenizer(recipe: Recipe) -> Iterator[Problem]:
     if any(kind in TOKENIZED for kind in kinds or ()):
         what = f"text is tokenized by the tokenizer.json of the model, and {name!r} has none"
         yield Problem("M080", what, "--data.tokenizer PATH/tokenizer.json, or --data.tokenizer bytes")
+
+
+def as_trained(recipe: Recipe) -> Recipe:
+    """The recipe with what its folders decide: the sizes of a llama that starts from one, and the tokenizer."""
+    return with_tokenizer(with_dimensions(recipe))
 
 
 def with_tokenizer(recipe: Recipe) -> Recipe:
