@@ -18,7 +18,7 @@ from shoal.data.sources.open import open_datasets
 from shoal.errors import ShoalError
 from shoal.models.huggingface.pretrained.batches import PixelRule
 from shoal.train.build_model import build_model
-from shoal.train.recipe.preflight import preflight
+from shoal.train.recipe.preflight import check_recipe, preflight
 from shoal.verification.api import case_of
 from shoal.verification.options import RecipeSettings
 from tests.rejects import rejects
@@ -69,7 +69,9 @@ def save(folder: Path, kind: str, **changes: Any) -> Any:
         model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**{"num_labels": 2, **both}))
     elif kind == "T5":
         own = {"d_model": 16, "d_ff": 24, "d_kv": 4, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}
-        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**VOCABULARY, **own, pad_token_id=0))
+        model = transformers.T5ForConditionalGeneration(
+            transformers.T5Config(**VOCABULARY, **own, pad_token_id=0, **changes)
+        )
     else:
         sizes = {**SIZES, "image_size": 8, "patch_size": 4, "num_labels": 3}
         model = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes | changes))
@@ -166,12 +168,28 @@ def test_data_of_another_task_is_rejected(tmp_path: Path) -> None:
     three = lines(tmp_path / "three.jsonl", [*ROWS, {"text": "a film", "label": "perhaps"}])
     save(tmp_path, "Bert")
     assert problems(tmp_path, three, format="classes") == ["D033"]
+    save(tmp_path, "Bert", problem_type="multi_label_classification")
+    assert problems(tmp_path, rows, format="classes") == ["M083"]
     save(tmp_path, "Llama", pad_token_id=None)
     assert problems(tmp_path, rows, format="classes") == ["M084"]
     images = {"synthetic_kind": "images", "vocabulary": 3}
     save(tmp_path, "ViT")
     assert problems(tmp_path, "synthetic", **images, image_size=16) == ["M085"]
     assert problems(tmp_path, "synthetic", **images, image_size=8) == []
+
+
+def test_a_classifier_of_your_own_has_an_output_for_each_class(tmp_path: Path) -> None:
+    """Far fewer than tokens."""
+    text = "import torch\nclass Bag(torch.nn.Module):\n    def __init__(self, outputs):\n        super().__init__()\n"
+    text += "        self.bag = torch.nn.EmbeddingBag(257, outputs)\n"
+    text += "    def forward(self, tokens, attention_mask):\n"
+    text += "        return self.bag(tokens, per_sample_weights=None)\ndef bag(outputs): return Bag(outputs)\n"
+    (tmp_path / "own.py").write_text(text)
+    data = {"source": str(lines(tmp_path / "rows.jsonl", ROWS)), "format": "classes", "validation": 0}
+    for outputs, codes in ((2, []), (1, ["D033"])):
+        model = {"name": f"{tmp_path / 'own.py'}:bag", "outputs": outputs}
+        recipe = Recipe.model_validate({"model": model, "data": {**data, "global_batch": 2}, "plan": "mb=1"})
+        assert [problem.code for problem in check_recipe(recipe, 1).problems] == codes
 
 
 @pytest.mark.parametrize(

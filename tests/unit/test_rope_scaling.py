@@ -115,7 +115,9 @@ def test_weights_of_another_kind_are_rejected(tmp_path: Path) -> None:
 
 
 def test_numbers_that_no_frequency_can_be_computed_from() -> None:
-    with rejects("M008", "rope_type must be", "rope_factor must be at least 1"):
-        build_model(ModelSection.model_validate({"name": "llama", "rope_type": "longest", "rope_factor": 0.5}))
+    with rejects("M008", "rope_type must be default, linear, llama3 or yarn, got 'longest'"):
+        build_model(ModelSection.model_validate({"name": "llama", "rope_type": "longest"}))
+    with rejects("M008", "rope_factor must be at least 1, got 0.5"):
+        build_model(ModelSection.model_validate({"name": "llama", "rope_factor": 0.5}))
     with rejects("M008", "rope_low_freq must be below"):
         build_model(ModelSection.model_validate({"name": "llama", "rope_type": "llama3", "rope_low_freq": 4}))

@@ -208,7 +208,7 @@ def _check_data(plan: Plan, model: nn.Module, data: Dataset, *, is_checked: bool
     assert call is not None
     found += uncallable(model, call)
     if not found and data.vocabulary is not None and describe(model).num_outputs is None:
-        found += check_own_model(model, call, data.vocabulary)
+        found += check_own_model(model, call, data.vocabulary, data.num_classes)
     yield from found
     if is_checked and plan.pp != 1 and not found:
         try:
@@ -247,7 +247,7 @@ _TASKS = listed(_SAID.values())
 def check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
     """Find labels and tokens that the model has no room for."""
     description = describe(model)
-    outputs, vocabulary = description.num_outputs, data.vocabulary
+    outputs, vocabulary = description.num_outputs, data.num_classes or data.vocabulary
     if vocabulary is not None and vocabulary > (outputs or vocabulary):
         yield Problem(
             "D033",

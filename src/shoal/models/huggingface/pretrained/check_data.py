@@ -11,6 +11,8 @@ from shoal.data.dataset import Dataset, Part
 from shoal.errors import Problem
 from shoal.models.huggingface.modules import attentions
 
+CLASSES = "single_label_classification"
+"""The `problem_type` of a config whose loss is cross-entropy."""
 FEW = 6
 """Names of classes that a message lists."""
 
@@ -19,7 +21,11 @@ def check_data(model: Any, data: Dataset) -> Iterator[Problem]:
     """Problems of data of the model's own task."""
     if data.task == "next token":
         return
-    if data.num_classes is not None:
+    kind, problem = type(model).__name__, getattr(model.config, "problem_type", None)
+    if data.num_classes is not None and problem not in (None, CLASSES):
+        what = f"{kind} is set to {problem!s:.40}, and the labels of the data are one class of each sample"
+        yield Problem("M083", what, f"--model.problem_type {CLASSES}")
+    elif data.num_classes is not None:
         yield from _check_classes(model, data, data.num_classes)
     if data.vocabulary is not None and data.tokens_per_sample is not None:
         words = model.get_input_embeddings().num_embeddings
@@ -28,7 +34,7 @@ def check_data(model: Any, data: Dataset) -> Iterator[Problem]:
             yield Problem("T056", what, "--data.tokenizer PATH/tokenizer.json of this model")
     sees_all = not all(one.is_causal for one in attentions(model).values())
     if data.task == "text class" and not sees_all and model.config.pad_token_id is None:
-        what = f"{type(model).__name__} finds the last token of a text by its padding token, and its config has none"
+        what = f"{kind} finds the last token of a text by its padding token, and its config has none"
         yield Problem("M084", what, "--model.pad_token_id NUMBER, a token that no text ends with")
     size = getattr(model.config, "image_size", None)
     if data.task == "image class" and isinstance(size, int):
