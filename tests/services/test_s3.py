@@ -308,7 +308,7 @@ def test_of_two_runs_in_one_place_the_later_one_goes_on(bucket: Bucket) -> None:
     second.terminate()
     second.communicate(timeout=60)
     assert first.returncode == 3, told[-3000:]
-    assert "C051" in told
+    assert "C052" in told
     assert "another run saves in s3://bucket/run now" in told
     assert "restart" not in told
     first_steps, second_steps = bucket.losses("first"), bucket.losses("second")

@@ -20,12 +20,15 @@ from shoal.data.batch import weight_of
 from shoal.data.dataset import Batch, Ids
 from shoal.data.loader import Loader, RankStream, evaluation_batches
 from shoal.data.order import sample_ids
+from shoal.data.task import Task
 from shoal.errors import ShoalError
 
 
 class Numbers:
     """Each sample is its own number. It can be slow, and it can fail at one sample."""
 
+    task: Task = "next token"
+    num_classes = None
     tokens_per_sample = 1
     labels_per_sample = None
     is_in_memory = False

@@ -85,7 +85,7 @@ def test_the_run_that_claims_a_store_last_is_the_only_one_that_saves(store: Stor
         lambda: first.begin(3),
         lambda: first.retain(1),
     ):
-        with rejects("C051", r"'b on\nnode2'") as error:
+        with rejects("C052", r"'b on\nnode2'") as error:
             act()
         assert isinstance(error.value, StoreTaken)
         assert not error.value.may_pass

@@ -23,8 +23,9 @@ class DataSection(Section):
 
     format: Format = "auto"
     """The format of the files at a path. chat: JSONL or Parquet with conversations or instructions, of which answers
-    alone are trained (docs/finetune.md). auto: by their endings; JSONL by the keys of its first line, Parquet by its
-    columns."""
+    alone are trained (docs/finetune.md). classes: JSONL or Parquet with a `text` and its `label`, for a classifier.
+    pairs: with a `source` and its `target`, for an encoder with a decoder (docs/huggingface.md). auto: by their
+    endings; JSONL by the keys of its first line, Parquet by its columns."""
 
     tokenizer: str = "auto"
     """`bytes`: every byte is a token. Else a Hugging Face `tokenizer.json`, or a folder with one, whose chat template

@@ -19,7 +19,7 @@ from shoal.config.fields import Section
 from shoal.errors import Findings, Problem, ShoalError, nearest
 from shoal.safe_parsing import short
 
-Format = Literal["auto", "text", "jsonl", "chat", "tokens", "parquet", "images"]
+Format = Literal["auto", "text", "jsonl", "chat", "tokens", "parquet", "images", "classes", "pairs"]
 
 
 class WeightedSource(Section):

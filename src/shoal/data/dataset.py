@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shoal.data.task import Task
 from shoal.errors import ShoalError
 
 Batch = dict[str, torch.Tensor]
@@ -21,8 +22,14 @@ Ids = npt.NDArray[np.int64]
 class Dataset(Protocol):
     """Samples numbered from 0."""
 
+    task: Task
+    """The meaning of the labels."""
+
     vocabulary: int | None
-    """The number of different token ids, or of classes; None: not known without reading everything."""
+    """The number of different token ids, or of classes of images; None: not known without reading everything."""
+
+    num_classes: int | None
+    """The number of classes that labels name; None: labels are tokens."""
 
     @property
     def tokens_per_sample(self) -> int | None:
@@ -57,6 +64,8 @@ class Part:
         self.labels_per_sample = whole.labels_per_sample
         self.is_in_memory = whole.is_in_memory
         self.vocabulary = whole.vocabulary
+        self.task = whole.task
+        self.num_classes = whole.num_classes
         self._description = description
 
     def __len__(self) -> int:

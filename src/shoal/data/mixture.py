@@ -36,6 +36,8 @@ class Union:
         labels = {member.labels_per_sample for member in members}
         self.labels_per_sample = labels.pop() if len(labels) == 1 else None
         self.is_in_memory = all(member.is_in_memory for member in members)
+        self.task = members[0].task
+        self.num_classes = members[0].num_classes  # all have the same classes
         known = [member.vocabulary for member in members]
         self.vocabulary = None if None in known else max(size for size in known if size is not None)
 

@@ -29,5 +29,8 @@ SMALLER = {"llama": "shoal.models.llama_config:smaller", "moe": "shoal.models.mo
 SMALLER_BY_PREFIX = {"hf:": "shoal.models.huggingface.pretrained.smaller:smaller"}
 """The same for names with a prefix. None: there is no small copy."""
 
+RANDOM_BATCHES = {"hf:": "shoal.models.huggingface.pretrained.random_batch:random_batch"}
+"""First letters of a name → a function that draws a batch for a verification; None: random tokens are drawn."""
+
 ADAPTERS = {"transformers": "shoal.models.huggingface"}
 """Package of a model's class → the module that derives the description of such models and adapts them."""

@@ -20,6 +20,7 @@ from shoal.blueprint.description import Description, Split
 from shoal.errors import ShoalError
 from shoal.models.build_config import build_config, uninitialized
 from shoal.models.llama_config import PRESETS, LlamaConfig
+from shoal.models.rope_scaling import rope_angles
 from shoal.numerics.ops.embedding import embedded
 from shoal.numerics.ops.memory_saving_linear import RMSNorm, linear, rms_norm_linear, swiglu_linear
 from shoal.numerics.ops.rotary import rotate_heads, rotated
@@ -123,8 +124,11 @@ class Decoder(nn.Module):
             everyone = torch.arange(num_tokens, device=tokens.device)[None]
             positions = everyone if documents is None else positions_in_documents(documents)
         x_BTD = embedded(tokens, self.embed_tokens)
-        angles_BTH = rotary_angles(positions, self.config, torch.promote_types(x_BTD.dtype, torch.float32))
+        rope, dtype = self.config.rope, torch.promote_types(x_BTD.dtype, torch.float32)
+        angles_BTH = rope_angles(positions, rope, self.config.dim_of_head, dtype)
         rotary = (angles_BTH.cos(), angles_BTH.sin())
+        if rope.scale_of_cos != 1.0:
+            rotary = (rotary[0] * rope.scale_of_cos, rotary[1] * rope.scale_of_cos)
         for layer in self.layers:
             x_BTD = layer(x_BTD, rotary, mask)
         normed_BTD: Tensor = self.norm(x_BTD)
@@ -199,10 +203,3 @@ class FeedForward(nn.Module):
         """x_BTD → x_BTD, and the branch to add to it, computed from its norm, if there is one."""
         x_BTD, gate_and_up = rms_norm_linear(x_BTD, norm, self.gate_proj, self.up_proj, together=True)
         return x_BTD, swiglu_linear(gate_and_up, self.down_proj, recompute=self.recompute)
-
-
-def rotary_angles(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> Tensor:
-    """angles_BTH for the first half of the head dim: position / theta^(2i/H) at i. Never below float32: in bfloat16
-    positions above 256 cannot be distinguished."""
-    exponents_H = torch.arange(0, config.dim_of_head, 2, dtype=dtype, device=positions_BT.device) / config.dim_of_head
-    return positions_BT[:, :, None].to(dtype) / config.rope_theta**exponents_H

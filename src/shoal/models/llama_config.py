@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.errors import Problem, listed, raise_if
 from shoal.models.build_config import build_config, not_positive
+from shoal.models.rope_scaling import Rope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,30 @@ class LlamaConfig:
     rope_theta: float = 500_000.0
     """Base of the rotary wavelengths, the longest of which is about 2 pi times this."""
 
+    rope_type: str = "default"
+    """`default`, or how rotary frequencies are scaled for longer texts: `linear`, `llama3` or `yarn`."""
+
+    rope_factor: float = 1.0
+    """By how much texts are longer than the model was first trained for (linear, llama3, yarn)."""
+
+    rope_original: int = 8192
+    """The first length (llama3, yarn)."""
+
+    rope_low_freq: float = 1.0
+    """Waves with fewer turns than this within the first length are scaled (llama3)."""
+
+    rope_high_freq: float = 4.0
+    """Waves with more turns than this stay (llama3)."""
+
+    rope_beta_fast: float = 32.0
+    """Waves with more turns than this stay (yarn)."""
+
+    rope_beta_slow: float = 1.0
+    """Waves with fewer turns than this are scaled (yarn)."""
+
+    rope_attention: float | None = None
+    """The scale of cos and sin (yarn). None: 0.1 ln(rope_factor) + 1."""
+
     norm_eps: float = 1e-5
     """Added to the mean square in every norm."""
 
@@ -55,6 +80,8 @@ class LlamaConfig:
         counts = ("vocabulary", "hidden", "num_layers", "num_heads", "num_kv_heads", "ffn", "max_sequence")
         problems = not_positive(self, *counts, "rope_theta", "norm_eps", "init_std")
         problems += [] if self.head_dim is None else not_positive(self, "head_dim")
+        problems += not_positive(self, "rope_original", "rope_low_freq", "rope_beta_fast", "rope_beta_slow")
+        problems += self.rope.problems()
         raise_if(problems or self._mismatches(), title="model 'llama'")
 
     def _mismatches(self) -> list[Problem]:
@@ -72,6 +99,21 @@ class LlamaConfig:
             what = f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
             problems.append(Problem("M009", what, f"--model.num_kv_heads {listed(_divisors(self.num_heads))}"))
         return problems
+
+    @property
+    def rope(self) -> Rope:
+        """What decides the rotary frequencies."""
+        return Rope(
+            rope_theta=self.rope_theta,
+            rope_type=self.rope_type,
+            factor=self.rope_factor,
+            original_max_position_embeddings=self.rope_original,
+            low_freq_factor=self.rope_low_freq,
+            high_freq_factor=self.rope_high_freq,
+            beta_fast=self.rope_beta_fast,
+            beta_slow=self.rope_beta_slow,
+            attention_factor=self.rope_attention,
+        )
 
     @property
     def dim_of_head(self) -> int:

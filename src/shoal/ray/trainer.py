@@ -87,10 +87,10 @@ class Trainer:
         recipe = self._stored(self.recipe)
         if os.path.isdir(self.directory):
             from shoal.observe.run_directory import RunDirectory  # torch
-            from shoal.train.recipe.preflight import with_tokenizer
+            from shoal.train.recipe.preflight import as_trained
 
             # A run that cannot resume is rejected here: Ray would start the workers again and again.
-            RunDirectory.preview(with_tokenizer(recipe), self.resume)
+            RunDirectory.preview(as_trained(recipe), self.resume)
         return {
             "recipe": recipe.model_dump(mode="json"),
             "directory": self.directory,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.replicas.sync_words import AUTO
 from shoal.blueprint.validation.check import check_plan, check_ranks, check_unread
-from shoal.blueprint.validation.context import num_chunks
 from shoal.blueprint.validation.enumerate import legal_plans
 from shoal.config.checks.arguments import check_device, check_number, check_whole
 from shoal.config.recipe import ModelSection, Recipe
@@ -37,7 +35,8 @@ from shoal.train.build_model import adapt, build_model, describe, without_memory
 from shoal.train.loss.labels import needs_labels
 from shoal.train.loss.objective import CrossEntropy, LabelRule, call_of, objective_of, uncallable
 from shoal.train.model_prefix import function_for
-from shoal.train.recipe.preflight import check_sizes, with_tokenizer
+from shoal.train.recipe.preflight import as_trained, check_sizes, check_task
+from shoal.train.recipe.saving.start_weights import with_dimensions
 from shoal.train.trace.find_blocks import attach_blocks
 from shoal.verification.case import Case, in_precision, replaced_precision
 from shoal.verification.compression_error import without_compression
@@ -49,13 +48,14 @@ from shoal.verification.options import (
     check_verified_recipe,
     claimed_ranks,
 )
+from shoal.verification.random_batches import draw, random_batches, tokens_for
 from shoal.verification.rank import verify_on_rank
 from shoal.verification.reference import has_batch_norm
 from shoal.verification.report import VerifyResult
 from shoal.verification.totals import bytes_of, bytes_to_replicas, collectives_of, memory_of, replica_sync_of
 
-TOKENS = 24
-"""Tokens of a sequence for a small copy of a model; divisible by 2, 3, 4, 6 and 8 ranks."""
+LR, LR_OF_OTHERS = 1e-2, 1e-4
+"""The learning rates of shoal's models and of others. T5 multiplies rounding by a thousand in a step of 1e-2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,7 +292,7 @@ def case_of(recipe: Recipe, world_size: int, settings: RecipeSettings) -> Case:
     requested = recipe.plan.resolve(world_size)
     plan = in_precision(requested, settings.precision, device)
     batches = (
-        _random_batches(section, plan, recipe, settings.steps)
+        random_batches(section, plan, recipe, settings.steps)
         if datasets is None
         else _real_batches(recipe, datasets[0], settings.steps)
     )
@@ -303,6 +303,7 @@ def case_of(recipe: Recipe, world_size: int, settings: RecipeSettings) -> Case:
         plan=exact,
         compressed=None if exact == plan else plan,
         seed=recipe.run.seed,
+        lr=LR if function_for("RANDOM_BATCHES", section.name) is None else LR_OF_OTHERS,
         clip=recipe.optim.clip if recipe.optim.clip is None else min(recipe.optim.clip, 0.5),
         device=device,
         tolerance=TOLERANCES[plan.precision] if settings.tolerance is None else settings.tolerance,
@@ -323,12 +324,14 @@ def check_case(
     found = Findings()
     found += check_verified_recipe(recipe, world_size, settings)
     plan = recipe.plan.fill(world_size)
+    recipe = found.of(with_dimensions, recipe) or recipe
     small = None if settings.real else found.of(smaller_model, recipe.model, plan.with_layout())
     section, is_small = small or (recipe.model, False)
-    recipe = recipe if is_small else found.of(with_tokenizer, recipe) or recipe
+    recipe = recipe if is_small else found.of(as_trained, recipe) or recipe
     datasets = None if is_small else found.of(open_datasets, recipe.data, recipe.run.seed)
     if is_small:
-        tokens: int | None = tokens_for(plan.with_layout())
+        drawn = found.of(draw, section, recipe, 2, tokens_for(plan.with_layout()), torch.Generator())
+        tokens: int | None = None if drawn is None else _num_tokens(drawn)
     else:
         tokens = None if datasets is None else datasets[0].tokens_per_sample
     if settings.real or small is not None:
@@ -336,7 +339,7 @@ def check_case(
         found += found.of(check_built, build, plan, tokens) or ()
         model = None if datasets is None else found.of(without_memory, build)
         if model is not None and datasets is not None:
-            found += check_sizes(model, datasets[0])
+            found += [*check_task(model, datasets[0]), *check_sizes(model, datasets[0])]
     return found.problems, section, datasets
 
 
@@ -382,36 +385,6 @@ def smaller_model(section: ModelSection, plan: Plan) -> tuple[ModelSection, bool
     module_name, _, function = functions[section.name].partition(":")
     shrink = getattr(importlib.import_module(module_name), function)
     return ModelSection(name=section.name, lora=lora, **shrink(section.arguments, **sizes)), True
-
-
-def _random_batches(section: ModelSection, plan: Plan, recipe: Recipe, steps: int) -> list[dict[str, Tensor]]:
-    """Random tokens with some ignored labels; few samples, but enough microbatches for any schedule. No sample starts
-    with the same token twice, since a router of experts cannot distinguish those two positions."""
-    sizes = section.arguments
-    vocabulary = int(sizes["vocabulary"] if "vocabulary" in sizes else sizes["vocab_size"])
-    requested = plan.num_microbatches(recipe.data.global_batch)
-    few = max(4, 2 * plan.layout.pp)
-    num_microbatches = min(requested, few)
-    size = plan.mb or min(plan.microbatch_size(recipe.data.global_batch), 2)
-    batch = num_microbatches * size * plan.layout.data_degree
-    num_tokens = tokens_for(plan)
-    generator = torch.Generator().manual_seed(recipe.run.seed)
-    batches = []
-    for _ in range(steps):
-        tokens = torch.randint(vocabulary, (batch, num_tokens + 1), generator=generator)
-        tokens[:, 1] = (tokens[:, 0] + 1 + tokens[:, 1] % (vocabulary - 1)) % vocabulary
-        labels = tokens[:, 1:].clone()
-        labels[torch.rand(labels.shape, generator=generator) < 0.25] = -100
-        batches.append({"tokens": tokens[:, :-1].contiguous(), "labels": labels})
-        if recipe.data.mask_documents:
-            begins = torch.rand(labels.shape, generator=generator) < 0.2
-            batches[-1]["documents"] = begins.cumsum(1).int()
-    return batches
-
-
-def tokens_for(plan: Plan) -> int:
-    """A short sequence length that the ranks of a plan can divide."""
-    return math.lcm(TOKENS, plan.layout.tp * num_chunks(plan))
 
 
 def _real_batches(recipe: Recipe, dataset: Dataset, steps: int) -> list[Any]:

@@ -19,7 +19,7 @@ from shoal.data.sources.open import open_datasets
 from shoal.errors import Problem, ShoalError
 from shoal.launch.local import fork_is_safe, launch
 from shoal.train.recipe.memory.fits import check_fits
-from shoal.train.recipe.preflight import Job, check_recipe, with_tokenizer
+from shoal.train.recipe.preflight import Job, as_trained, check_recipe
 
 KEPT = ("recompute", "precision")
 """Words of the recipe's own plan that hold for every plan, unless that has another."""
@@ -94,7 +94,7 @@ def _problems(placement: Placement | None, store: Store | None, recipe: Recipe, 
 
 def _job(recipe: Recipe, ranks: int) -> Job:
     """The job of a recipe without problems."""
-    recipe = with_tokenizer(recipe)
+    recipe = as_trained(recipe)
     datasets = open_datasets(recipe.data, recipe.run.seed)
     recipe = recipe.model_copy(update={"plan": recipe.plan.resolve(ranks)})
     return Job(recipe, *datasets, Fingerprint.of(*datasets))

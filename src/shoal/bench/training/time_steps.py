@@ -72,7 +72,7 @@ def _prepare(run: Run, job: Job) -> None:
     recipe, optim = job.recipe, job.recipe.optim
     model = build_for_layout(recipe.model, recipe.run.seed)
     expect_weights(recipe, model)
-    attach_blocks(model, run.plan.layout.pp, functools.partial(first_call, job.training))
+    attach_blocks(model, run.plan.layout.pp, functools.partial(first_call, model, job.training))
     run.prepare(model)
     lr = scaled_lr(optim.lr, batch=recipe.data.global_batch, tuned_for_batch=optim.scale_lr_from_batch)
     run.prepare(optimizer_of_run(run, optim, lr=lr, seed=recipe.run.seed))

@@ -46,6 +46,26 @@ WORDS = {
 }
 """shoal's name of a llama setting → Hugging Face's name."""
 
+ROPE_WORDS: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear": {"rope_factor": "factor"},
+    "llama3": {
+        **{"rope_factor": "factor", "rope_original": "original_max_position_embeddings"},
+        **{"rope_low_freq": "low_freq_factor", "rope_high_freq": "high_freq_factor"},
+    },
+    "yarn": {
+        **{"rope_factor": "factor", "rope_original": "original_max_position_embeddings"},
+        **{"rope_beta_fast": "beta_fast", "rope_beta_slow": "beta_slow", "rope_attention": "attention_factor"},
+    },
+}
+"""Type of rotary positions → shoal's name of each of its settings → Hugging Face's name in `rope_parameters`."""
+ROPE_NEEDS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_IN_ALL_ROPES = {"rope_type", "type", "rope_theta", "truncate"}
+
 DEFAULTS = {
     "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "intermediate_size": 11008, "max_position_embeddings": 2048, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
@@ -56,6 +76,7 @@ DEFAULTS = {
 COPIED = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
     *("added_tokens.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
+    "preprocessor_config.json",
 )
 """Files of a folder that an export copies from the folder that training began with."""
 
@@ -212,7 +233,7 @@ def config_of(model: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> di
         "model_type": "llama",
         **{theirs: said[ours] for ours, theirs in WORDS.items()},
         "head_dim": llama.dim_of_head,
-        "rope_parameters": {"rope_type": "default", "rope_theta": llama.rope_theta},
+        "rope_parameters": _rope_parameters(said),
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -246,7 +267,8 @@ def model_of(config: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
     scaling = config.get("rope_scaling") or rope
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     others = (
-        (kind != "default", f"rotary positions of the type {kind!r}"),
+        (kind not in ROPE_WORDS, f"rotary positions of the type {kind!r}"),
+        (bool(_unread_rope(scaling, kind)), f"rotary positions with {' and '.join(_unread_rope(scaling, kind))}"),
         (config.get("attention_bias", False), "biases in its attention"),
         (config.get("mlp_bias", False), "biases in its feed-forward"),
         (config.get("hidden_act", "silu") != "silu", f"the activation {config.get('hidden_act')!r}"),
@@ -258,7 +280,31 @@ def model_of(config: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
     )  # fmt: skip
     values = {**DEFAULTS, **rope, **{key: value for key, value in config.items() if value is not None}}
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
-    return {"name": "llama", **{ours: values[theirs] for ours, theirs in WORDS.items() if theirs in values}}
+    found = {"name": "llama", **{ours: values[theirs] for ours, theirs in WORDS.items() if theirs in values}}
+    if kind == "default":
+        return found
+    missing = [theirs for theirs in ROPE_NEEDS[kind] if scaling.get(theirs, values.get(theirs)) is None]
+    if missing:
+        what = f"{path}: rotary positions of the type {kind!r} must have {' and '.join(missing)}"
+        raise ShoalError(what, fix="the config.json as save_pretrained writes it", code="C045")
+    rope = {ours: scaling.get(theirs, config.get(theirs)) for ours, theirs in ROPE_WORDS[kind].items()}
+    return {**found, "rope_type": kind, **{ours: value for ours, value in rope.items() if value is not None}}
+
+
+def _unread_rope(scaling: Mapping[str, Any], kind: str) -> list[str]:
+    """Keys of rotary positions that would change them, and are not read."""
+    known = {*_IN_ALL_ROPES, *ROPE_WORDS.get(kind, {}).values()}
+    unread = {key: value for key, value in scaling.items() if key not in known and value is not None}
+    harmless = {"finetuned": None, "partial_rotary_factor": 1.0}
+    unread = {key: value for key, value in unread.items() if key not in harmless or value not in (harmless[key], True)}
+    return [] if kind == "default" else [*sorted(unread), *(["truncate false"] * (scaling.get("truncate") is False))]
+
+
+def _rope_parameters(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary positions of a llama, as a config.json has them."""
+    kind = said["rope_type"]
+    own = {theirs: said[ours] for ours, theirs in ROPE_WORDS[kind].items() if said[ours] is not None}
+    return {"rope_type": kind, "rope_theta": said["rope_theta"], **own}
 
 
 def without_copies(tensors: Mapping[str, LazyTensor], model: Mapping[str, Any]) -> dict[str, LazyTensor]:

@@ -113,7 +113,7 @@ class Store:
                 f"another run saves in {self.where} now: {other}; this one stops, and has left all steps there as they"
                 " are",
                 fix="--checkpoint.dir ELSEWHERE for one of the two runs",
-                code="C051",
+                code="C052",
             )
 
     def draft(self, step: int) -> Path:

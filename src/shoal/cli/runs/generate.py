@@ -71,6 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     from shoal.train.inference.trained_model import trained_model
 
     trained = trained_model(options.directory, options.step)
+    _reject_other_tasks(trained)
     prompt, chat, name = _tokens(options, trained)
     tokenizer = chat.tokenizer
     made: list[int] = []
@@ -115,6 +116,19 @@ def _problems(options: Generate) -> Iterator[Problem]:
         yield Problem("L021", f"--temperature must be 0 or more, got {options.temperature}", "--temperature 0.7")
     if not 0 < options.top_p <= 1:
         yield Problem("L021", f"--top-p must be greater than 0 and at most 1, got {options.top_p}", "--top-p 0.9")
+
+
+def _reject_other_tasks(trained: TrainedModel) -> None:
+    """Raise for a model of transformers that does not continue texts."""
+    task = getattr(trained.model, "recipe_task", "next token")
+    if task != "next token":
+        name = type(trained.model).__name__
+        raise ShoalError(
+            f"shoal generate continues texts, and {name} of this run was trained for a {task}",
+            fix=f"shoal checkpoint export {trained.step.path} FOLDER --format huggingface, and"
+            f" transformers.{name}.from_pretrained(FOLDER)",
+            code="L023",
+        )
 
 
 def _tokens(options: Generate, trained: TrainedModel) -> tuple[list[int], ChatTokenizer, str]:

@@ -13,6 +13,7 @@ from shoal.data.dataset import Batch, Ids
 from shoal.data.order import sample_ids
 from shoal.data.sources.digest import digest_of_files
 from shoal.data.sources.files import IMAGE_ENDINGS, files_under, reject_irregular
+from shoal.data.task import Task
 from shoal.errors import ShoalError, needs
 
 LISTING_SEED = 0  # the same for every run, so that the held-out images are the same whatever the run's seed
@@ -24,6 +25,7 @@ class ImageFolder:
     Files are numbered in a fixed shuffled order, so that the held-out last ones are of all classes.
     """
 
+    task: Task = "image class"
     tokens_per_sample = None
     labels_per_sample = 1
     is_in_memory = False
@@ -44,6 +46,7 @@ class ImageFolder:
         self._root, self._size = path, size
         self.classes = tuple(folder.name for folder in classes)
         self.vocabulary: int | None = len(classes)
+        self.num_classes: int | None = len(classes)
         self._origin = f"{len(files):,} images of {len(classes)} classes in {path}, scaled to {size} x {size}"
 
     def __len__(self) -> int:

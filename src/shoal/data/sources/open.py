@@ -14,12 +14,13 @@ from shoal.data.interleave import counts_of
 from shoal.data.mixture import Mixture, Union
 from shoal.data.sources.chat.examples import Examples
 from shoal.data.sources.chat.open import open_chat_tokenizer
-from shoal.data.sources.chat.rows import is_chat, read_rows
+from shoal.data.sources.chat.rows import first_keys, is_chat, read_rows
 from shoal.data.sources.digest import Tokens
 from shoal.data.sources.files import existing, kind_of
 from shoal.data.sources.huggingface.stream import reject_idle_streaming, streamed_text
 from shoal.data.sources.huggingface.table import hugging_face
 from shoal.data.sources.images import ImageFolder
+from shoal.data.sources.labelled import LABEL, SOURCE, TARGET, LabelledTexts, read_labelled
 from shoal.data.sources.mixing.checks import check_fit, check_overlaps, too_uneven
 from shoal.data.sources.packing import PackedTokens, split_streams
 from shoal.data.sources.parquet.read import column_kind, parquet_files
@@ -29,11 +30,12 @@ from shoal.data.sources.synthetic import SyntheticImages, SyntheticTokens
 from shoal.data.sources.text import Corpus, jsonl_files, standard_library, text_files
 from shoal.data.sources.tokenizer import Tokenizer, open_tokenizer
 from shoal.data.sources.tokens import Shards, open_shards
+from shoal.data.task import Task
 from shoal.errors import Findings, Problem, ShoalError, raise_if
 
 WORDS = ("python", "synthetic")
 """Sources that are no paths. A file of that name is `./python`."""
-TOKENIZED = ("text", "jsonl", "chat", "parquet text")
+TOKENIZED = ("text", "jsonl", "chat", "parquet text", "classes", "pairs")
 """Kinds of sources that `data.tokenizer` makes the tokens of."""
 
 
@@ -84,8 +86,11 @@ def source_kind(section: DataSection) -> str:
         return "text"
     path = local_path(section)
     kind = kind_of(path) if section.format == "auto" else section.format
-    if kind in ("jsonl", "parquet") and section.format == "auto" and is_chat(path):
+    keys = first_keys(path) if kind in ("jsonl", "parquet") and section.format == "auto" else ()
+    if is_chat(keys):
         return "chat"
+    if {SOURCE, TARGET} <= set(keys) and section.text_field not in keys:
+        return "pairs"
     return f"parquet {column_kind(parquet_files(path), section.text_field)}" if kind == "parquet" else kind
 
 
@@ -114,6 +119,8 @@ def _open_one(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
         return split_last(images, section.validation, images.describe())
     if kind == "chat":
         return _chat(section, path)
+    if kind in ("classes", "pairs"):
+        return _labelled(section, path, kind)
     if kind == "parquet text":
         return _cached_text(section, functools.partial(_parquet_text, section, path))
     if kind == "parquet tokens":
@@ -133,6 +140,14 @@ def _chat(section: DataSection, path: Path) -> tuple[Dataset, Dataset]:
         origin=f"{len(rows):,} conversations in {path}",
         has_conversations=any(row.turns[0].role for row in rows),
     )
+    return split_last(whole, section.validation, whole.describe())
+
+
+def _labelled(section: DataSection, path: Path, kind: str) -> tuple[Dataset, Dataset]:
+    task: Task = "text class" if kind == "classes" else "target text"
+    keys = (section.text_field, LABEL) if kind == "classes" else (SOURCE, TARGET)
+    tokenizer, rows = open_tokenizer(section.tokenizer), read_labelled(path, *keys)
+    whole = LabelledTexts(rows, tokenizer, task=task, sequence=section.seq_len, path=path)
     return split_last(whole, section.validation, whole.describe())
 
 

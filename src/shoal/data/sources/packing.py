@@ -27,6 +27,7 @@ from shoal.data.batch import IGNORE
 from shoal.data.dataset import Batch, Ids, num_held_out
 from shoal.data.sources.digest import Tokens, digest_of_streams
 from shoal.data.sources.memory_map import is_mapped, reject_shortened
+from shoal.data.task import Task
 from shoal.errors import ShoalError
 
 
@@ -37,6 +38,9 @@ class PackedTokens:
     index of each token's document within the sample. A label that is the first token of another document is IGNORE. The
     end token belongs to the document that it ends.
     """
+
+    task: Task = "next token"
+    num_classes: int | None = None
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from shoal.data.dataset import Batch, Ids
 from shoal.data.order import sample_ids
+from shoal.data.task import Task
 from shoal.hash_rng import hashed, unit_interval
 
 NOISE = 0.1
@@ -29,6 +30,9 @@ class SyntheticTokens:
 
         ring   7 → 2 → 5 → 0 → ... → 7          sample   2 5 0 │ 9 1 │ 5 0 ...
     """
+
+    task: Task = "next token"
+    num_classes: int | None = None
 
     def __init__(self, *, seed: int, num_samples: int, sequence: int, vocabulary: int, documents: bool = False) -> None:
         self.tokens_per_sample = self.labels_per_sample = sequence
@@ -77,12 +81,14 @@ class SyntheticTokens:
 class SyntheticImages:
     """Every class has a coarse pattern, and every image is its class's pattern plus noise of the same size."""
 
+    task: Task = "image class"
     tokens_per_sample = None
     labels_per_sample = 1
     is_in_memory = True
 
     def __init__(self, *, seed: int, num_samples: int, size: int, classes: int) -> None:
         self.vocabulary: int | None = classes
+        self.num_classes: int | None = classes
         self._seed, self._num_samples, self._size = seed, num_samples, size
         self._patterns = _normal(seed, _PATTERN, classes * 3 * 4 * 4).reshape(classes, 3, 4, 4)
         self._pool = _normal(seed, _POOL, 3 * size * size + 2**16)  # an image's noise is a window into it

@@ -38,6 +38,9 @@ class Tokenizer(Protocol):
     def ids(self, text: str) -> list[int]:
         """The tokens of a text, without those around it."""
 
+    def around(self, text: str) -> list[int]:
+        """The tokens of a text, with those that the tokenizer puts around one."""
+
     def text(self, ids: Sequence[int]) -> str:
         """The text of tokens."""
 
@@ -62,6 +65,10 @@ class Bytes:
     def ids(self, text: str) -> list[int]:
         """The bytes of a text."""
         return list(text.encode("utf-8", errors="replace"))
+
+    def around(self, text: str) -> list[int]:
+        """The bytes of a text, and the end token."""
+        return [*self.ids(text), self.end_token]
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of bytes; others than bytes are left out."""
@@ -108,6 +115,10 @@ class HuggingFaceTokenizer:
     def ids(self, text: str) -> list[int]:
         """The tokens of a text, without special ones around it."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def around(self, text: str) -> list[int]:
+        """The tokens of a text, with special ones around it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of tokens, without special ones."""

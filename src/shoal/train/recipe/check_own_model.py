@@ -13,8 +13,9 @@ from shoal.errors import Problem
 from shoal.parallel.pipeline.skeleton import Call
 
 
-def check_own_model(model: nn.Module, call: Call, vocabulary: int) -> Iterator[Problem]:
-    """Problems of a model on the meta device that describes nothing of itself. A forward that fails says nothing."""
+def check_own_model(model: nn.Module, call: Call, vocabulary: int, num_classes: int | None = None) -> Iterator[Problem]:
+    """Problems of a model on the meta device that describes nothing of itself. A forward that fails says nothing.
+    `num_classes` None: labels are tokens."""
     arguments, options = _on_meta(call[0]), _on_meta(call[1])
     given = [value for value in (*arguments, *options.values()) if isinstance(value, Tensor)]
     embeddings: dict[str, nn.Embedding] = {}
@@ -34,12 +35,13 @@ def check_own_model(model: nn.Module, call: Call, vocabulary: int) -> Iterator[P
             yield Problem(
                 "T056", f"{what}, got {embedding.num_embeddings}", f"nn.Embedding({vocabulary}, ...), or other data"
             )
-    outputs = output.shape[-1] if isinstance(output, Tensor) and output.dim() > 1 else vocabulary
-    if outputs < vocabulary:
+    needed = num_classes or vocabulary
+    outputs = output.shape[-1] if isinstance(output, Tensor) and output.dim() > 1 else needed
+    if outputs < needed:
         yield Problem(
             "D033",
-            f"the model must have at least {vocabulary} outputs for the labels of the data, got {outputs}",
-            f"{vocabulary} outputs in the last layer of {type(model).__name__}, or other data",
+            f"the model must have at least {needed} outputs for the labels of the data, got {outputs}",
+            f"{needed} outputs in the last layer of {type(model).__name__}, or other data",
         )
 
 

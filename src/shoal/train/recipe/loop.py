@@ -60,7 +60,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         line = _progress_line(run, job, quiet=invocation.quiet)
         model = build_for_layout(recipe.model, recipe.run.seed)
         expect_weights(recipe, model)
-        attach_blocks(model, run.plan.layout.pp, functools.partial(first_call, job.training))
+        attach_blocks(model, run.plan.layout.pp, functools.partial(first_call, model, job.training))
         description = describe(model)
         run.prepare(model)
         optim = recipe.optim

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from torch import nn
@@ -23,18 +23,20 @@ from shoal.data.fingerprint import Fingerprint
 from shoal.data.mixture import Union
 from shoal.data.sources.open import TOKENIZED, open_datasets, source_kind
 from shoal.data.sources.packing import PackedTokens
-from shoal.errors import Findings, Problem, ShoalError, raise_if
+from shoal.data.task import FLAGS, Task
+from shoal.errors import Findings, Problem, ShoalError, listed, raise_if
 from shoal.launch.local import one_thread
 from shoal.parallel.checks import check_model
 from shoal.parallel.pipeline.skeleton import Call
 from shoal.parallel.pipeline.stage_io import traced
 from shoal.parallel.policies import Policies
 from shoal.train.build_model import adapt, adapter_of, build_model, describe, without_memory
-from shoal.train.loss.objective import CrossEntropy, call_of, uncallable
+from shoal.train.loss.labels import needs_labels
+from shoal.train.loss.objective import CrossEntropy, LabelRule, call_of, uncallable
 from shoal.train.model_prefix import function_for, value_for
 from shoal.train.optim.build import check_matrices
 from shoal.train.recipe.check_own_model import check_own_model
-from shoal.train.recipe.saving.start_weights import check_weights
+from shoal.train.recipe.saving.start_weights import check_weights, with_dimensions
 from shoal.train.recipe.settings import settings_of
 from shoal.train.trace.find_blocks import attach_blocks
 
@@ -100,7 +102,7 @@ def check_recipe(
     """
     plan, of_model, of_data = recipe.plan.fill(world_size), Findings(), Findings()
     of_model += check_tokenizer(recipe)
-    recipe = of_model.of(with_tokenizer, recipe) or recipe
+    recipe = of_model.of(as_trained, recipe) or recipe
     model = of_model.of(without_memory, lambda: build_model(recipe.model))
     datasets = of_data.of(open_datasets, recipe.data, recipe.run.seed)
     data = None if datasets is None else datasets[0]
@@ -128,6 +130,11 @@ def check_tokenizer(recipe: Recipe) -> Iterator[Problem]:
     if any(kind in TOKENIZED for kind in kinds or ()):
         what = f"text is tokenized by the tokenizer.json of the model, and {name!r} has none"
         yield Problem("M080", what, "--data.tokenizer PATH/tokenizer.json, or --data.tokenizer bytes")
+
+
+def as_trained(recipe: Recipe) -> Recipe:
+    """The recipe with what its folders decide: the sizes of a llama that starts from one, and the tokenizer."""
+    return with_tokenizer(with_dimensions(recipe))
 
 
 def with_tokenizer(recipe: Recipe) -> Recipe:
@@ -161,7 +168,7 @@ def reject_shortened_data(job: Job) -> None:
 def _check_model(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset | None) -> list[Problem]:
     """Find why the plan cannot distribute this model. `check_settings` checks the batch."""
     found = Findings()
-    found.of(attach_blocks, model, plan.pp, functools.partial(first_call, data))
+    found.of(attach_blocks, model, plan.pp, functools.partial(first_call, model, data))
     description, settings = describe(model), recipe.run
     found.of(adapt, model, description, plan.with_layout())
     found += check_plan(
@@ -178,9 +185,10 @@ def _check_model(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset | N
     return [*found.problems, *check_model(model, plan, description, policies.compute, policies.sync)]
 
 
-def first_call(data: Dataset | None) -> Call | None:
+def first_call(model: nn.Module, data: Dataset | None) -> Call | None:
     """The arguments of the model for two samples."""
-    return None if data is None else call_of(CrossEntropy(), data.batch(np.arange(min(2, len(data)))))
+    objective = CrossEntropy(rule=LabelRule(needs_labels(model)))
+    return None if data is None else call_of(objective, data.batch(np.arange(min(2, len(data)))))
 
 
 def _num_tokens(recipe: Recipe, description: Description, data: Dataset | None) -> int | None:
@@ -192,12 +200,15 @@ def _num_tokens(recipe: Recipe, description: Description, data: Dataset | None) 
 
 def _check_data(plan: Plan, model: nn.Module, data: Dataset, *, is_checked: bool) -> Iterator[Problem]:
     """Find where the model does not fit the data. `is_checked`: the plan can distribute the model."""
+    if problems := list(check_task(model, data)):
+        yield from problems
+        return
     found = list(check_sizes(model, data))
-    call = first_call(data)
+    call = first_call(model, data)
     assert call is not None
     found += uncallable(model, call)
     if not found and data.vocabulary is not None and describe(model).num_outputs is None:
-        found += check_own_model(model, call, data.vocabulary)
+        found += check_own_model(model, call, data.vocabulary, data.num_classes)
     yield from found
     if is_checked and plan.pp != 1 and not found:
         try:
@@ -207,10 +218,36 @@ def _check_data(plan: Plan, model: nn.Module, data: Dataset, *, is_checked: bool
             yield from error.problems
 
 
+def check_task(model: nn.Module, data: Dataset) -> Iterator[Problem]:
+    """Find data with labels of another meaning than those of the model; of models of other packages, which say theirs.
+    A model that sees all tokens would learn to copy the next one."""
+    if not hasattr(model, "recipe_task"):
+        return
+    task, kind = cast("Task | None", model.recipe_task), type(model).__name__
+    if task is None:
+        what = f"a recipe trains models that predict {_TASKS}, and {kind} has another task, or sees later tokens"
+        fix = "a loop of your own with shoal.Run and shoal.verify, which take every model (docs/huggingface.md)"
+        yield Problem("M079", what, fix)
+    elif task != data.task:
+        what = f"{kind} predicts {_SAID[task]}, and the labels of the data are of {_SAID[data.task]}"
+        yield Problem("M083", what, FLAGS[task])
+    else:
+        yield from adapter_of(model).check_data(model, data)  # type: ignore[union-attr]
+
+
+_SAID: dict[Task, str] = {
+    "next token": "the next token",
+    "text class": "a class of a text",
+    "target text": "another text",
+    "image class": "a class of an image",
+}
+_TASKS = listed(_SAID.values())
+
+
 def check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
     """Find labels and tokens that the model has no room for."""
     description = describe(model)
-    outputs, vocabulary = description.num_outputs, data.vocabulary
+    outputs, vocabulary = description.num_outputs, data.num_classes or data.vocabulary
     if vocabulary is not None and vocabulary > (outputs or vocabulary):
         yield Problem(
             "D033",

@@ -20,12 +20,15 @@ from shoal.data.batch import IGNORE
 from shoal.data.dataset import Batch, Ids
 from shoal.data.sources.chat.encode import Example
 from shoal.data.sources.digest import digest_of_streams
+from shoal.data.task import Task
 from shoal.errors import ShoalError
 
 
 class Examples:
     """A dataset of conversations. A batch has `tokens`, `labels`, and with `pack` also `documents` (all B, T)."""
 
+    task: Task = "next token"
+    num_classes: int | None = None
     labels_per_sample = None
     is_in_memory = True
 

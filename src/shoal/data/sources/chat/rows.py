@@ -11,7 +11,7 @@ Only answers are trained: messages of the assistant, or the completion.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,24 @@ from shoal.errors import ShoalError
 ROW_ENDINGS = JSONL_ENDINGS | PARQUET_ENDINGS
 
 
-def is_chat(path: Path) -> bool:
-    """Whether the first row of JSONL files, or the columns of Parquet files, are one of the kinds above."""
+def is_chat(keys: Collection[str]) -> bool:
+    """Whether rows with these keys are one of the kinds above."""
+    return any(kind <= set(keys) for kind in KINDS)
+
+
+def first_keys(path: Path) -> tuple[str, ...]:
+    """The keys of the first row of JSONL files, or the columns of Parquet files; none, if that is no row."""
     for file in files_under(path, ROW_ENDINGS):
         if file.suffix.lower() in PARQUET_ENDINGS:
-            return any(kind <= set(columns_of(file)) for kind in KINDS)
+            return tuple(columns_of(file))
         first = next((line for line in read_bytes(file).split(b"\n") if line.strip()), None)
         if first is not None:
             try:
                 row = json.loads(first)
             except (ValueError, RecursionError):
-                return False
-            return isinstance(row, dict) and any(kind <= row.keys() for kind in KINDS)
-    return False
+                return ()
+            return tuple(row) if isinstance(row, dict) else ()
+    return ()
 
 
 def read_rows(path: Path) -> Iterator[Row]:

@@ -56,23 +56,23 @@ def _form(member: Dataset) -> str:
 
 
 def _check_classes(sources: Sequence[str], members: Sequence[Dataset]) -> Iterator[Problem]:
-    """Labels of images are the numbers of the folders, so all sources must have the same folders."""
-    if members[0].tokens_per_sample is not None:
+    """Labels are numbers of classes, so all sources must have the same names of classes."""
+    if members[0].task not in ("image class", "text class"):
         return
     every = [_classes(member) for member in members]
     for name, classes in zip(sources[1:], every[1:], strict=True):
         if classes != every[0]:
             yield Problem(
                 "D084",
-                f"images of a mixture must have the same classes, got {_listed(every[0])} in {sources[0]},"
+                f"the sources of a mixture must have the same classes, got {_listed(every[0])} in {sources[0]},"
                 f" {_listed(classes)} in {name}",
-                "the same folder names in all sources",
+                "the same names of folders, or of labels, in all sources",
             )
 
 
 def _classes(member: Dataset) -> tuple[str, ...]:
     whole = member.whole if isinstance(member, Part) else member
-    return tuple(getattr(whole, "classes", ("generated ones",)))
+    return tuple(getattr(whole, "classes", ("generated ones",))) or ("numbers",)
 
 
 def _listed(classes: Sequence[str]) -> str:

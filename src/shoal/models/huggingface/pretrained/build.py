@@ -1,6 +1,6 @@
 """From `hf:PATH` to a model that a recipe can train: its config alone decides its shapes.
 
-    forward           takes the batch of a recipe: `tokens`, and logits are compared with labels outside of the model
+    forward           takes the batch of a recipe (pretrained/batches.py)
     init_parameter    weights from the seed and the name, by transformers' own rules, whatever rank draws them
     init_buffer       buffers such as rotary frequencies, which no file has, as the class computes them
 
@@ -11,11 +11,9 @@ without parameters.
 from __future__ import annotations
 
 import copy
-import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.config.pretrained_folder import folder_of
 from shoal.errors import ShoalError, listed, nearest, needs
-from shoal.models.huggingface.adapt import DOCUMENTS, with_positions
-from shoal.models.huggingface.modules import attentions
+from shoal.models.huggingface.pretrained.batches import for_recipes, pixel_rule, task_of
 from shoal.models.huggingface.pretrained.folder import config_of, with_floats
 from shoal.numerics.fp8.convert import silence
 
@@ -55,12 +52,13 @@ def build(name: str, *, init: str = "weights", trust_remote_code: Any = False, *
     config = _config(folder, changes, trusts=trust_remote_code)
     construct = partial(_construct, folder, config, trusts=trust_remote_code)
     model = construct()
-    _reject_other_tasks(folder, model)
+    task = task_of(model)
     with _parameters_on_meta():
         twin = Twin(construct())
     kind: Any = type(model)
-    model.__class__ = for_recipes(kind)
+    model.__class__ = for_recipes(kind, task)
     model.twin = twin
+    model.pixel_rule = pixel_rule(folder) if task == "image class" else None
     return model  # type: ignore[no-any-return]
 
 
@@ -88,23 +86,6 @@ def _config(folder: Path, changes: dict[str, Any], *, trusts: bool) -> Any:
     for key, value in changes.items():
         setattr(config, key, value)
     return config
-
-
-def _reject_other_tasks(folder: Path, model: Any) -> None:
-    """A recipe gives tokens, and compares logits with the next ones: a model that sees them learns to copy."""
-    transformers = sys.modules["transformers"]
-    kind, known = type(model).__name__, transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    why = None
-    if kind not in known.values() and not kind.endswith(("ForCausalLM", "LMHeadModel")):
-        why = "is made for another task"
-    elif not all(one.is_causal for one in attentions(model).values()):
-        why = "lets tokens see those after them"
-    if why is not None:
-        raise ShoalError(
-            f"a recipe trains models that predict the next token, and {kind} of {str(folder)!r} {why}",
-            fix="a loop of your own with shoal.Run and shoal.verify, which take every model (docs/huggingface.md)",
-            code="M079",
-        )
 
 
 def _check_keys(folder: Path, changes: dict[str, Any], known: dict[str, Any]) -> None:
@@ -219,46 +200,3 @@ class Twin:
         names = [path, *(path[:at] for at in range(len(path) - 1, 0, -1) if path[at] == "."), ""]
         modules = (self.model.get_submodule(name) for name in names)
         return next(module for module in modules if hasattr(module, "_init_weights"))
-
-
-@cache
-def for_recipes(kind: Any) -> Any:
-    """A class of transformers that takes the batches of recipes. Its names and parameters are those of the class."""
-
-    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
-        if "tokens" in options:
-            options["input_ids"] = options.pop("tokens")
-        return kind.forward(self, *arguments, **with_positions(options))
-
-    def init_parameter(self: Any, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        if self.is_loaded_later:
-            parameter.fill_(torch.nan)
-        else:
-            self.twin.draw(name, parameter, generator)
-
-    def init_buffer(self: Any, name: str) -> Tensor:
-        buffer: Tensor = self.twin.model.get_buffer(name)
-        return torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer  # one that a file has to fill
-
-    forward.__signature__ = _signature(kind)  # type: ignore[attr-defined]
-    members = {
-        "__module__": kind.__module__,
-        "__doc__": kind.__doc__,
-        "forward": forward,
-        "init_parameter": init_parameter,
-        "init_buffer": init_buffer,
-        "is_loaded_later": False,
-        "first_names": property(lambda self: self.twin.firsts),
-    }
-    return type(kind.__name__, (kind,), members)
-
-
-def _signature(kind: Any) -> inspect.Signature:
-    """That of the class, with `tokens` and `documents`, without labels, and without names that it only passes on."""
-    given = inspect.signature(kind.forward).parameters.values()
-    named = [p for p in given if p.kind is not p.VAR_KEYWORD and p.name != "labels"]
-    takes = [p.replace(name="tokens") if p.name == "input_ids" else p for p in named]
-    makes_masks = hasattr(sys.modules[kind.__module__], "create_causal_mask")  # by documents, from positions
-    packs = makes_masks and any(p.name == "position_ids" for p in named)
-    documents = [inspect.Parameter(DOCUMENTS, inspect.Parameter.KEYWORD_ONLY, default=None)] if packs else []
-    return inspect.Signature([*takes, *documents])

@@ -7,24 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 from torch import nn
 
 from shoal.checkpoint.formats.adapter import fill_adapter
-from shoal.checkpoint.formats.huggingface import INDEX
+from shoal.checkpoint.formats.huggingface import CONFIG, INDEX, model_of, read_json
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
 from shoal.checkpoint.load import load_step
 from shoal.checkpoint.load_tensors import load_tensors
 from shoal.checkpoint.state.base_fingerprint import reject_other_base
 from shoal.checkpoint.storage.store import find
 from shoal.comm.all_or_none import all_or_none, on_main
-from shoal.config.recipe import Recipe
-from shoal.errors import Problem, ShoalError
+from shoal.config.recipe import ModelSection, Recipe
+from shoal.errors import Problem, ShoalError, raise_if
 from shoal.train.build_model import adapter_of, build_model, without_memory
 from shoal.train.model_prefix import value_for
 from shoal.train.run import Run
 from shoal.train.run_checkpoint import holder_of
+
+_FREE = ("max_sequence", "init_std")
+"""Settings of a llama that its weights do not depend on."""
 
 
 def source_of(recipe: Recipe) -> str | None:
@@ -32,6 +37,33 @@ def source_of(recipe: Recipe) -> str | None:
     if recipe.run.start_from is not None:
         return recipe.run.start_from
     return value_for("START_FOLDERS", recipe.model)
+
+
+def with_dimensions(recipe: Recipe) -> Recipe:
+    """The recipe with the sizes of the folder that its weights are from. Raises where it says others: weights of the
+    same shapes mean something else with another `rope_theta`, for example."""
+    where = recipe.run.start_from
+    if where is None or recipe.model.name != "llama" or "://" in where or not (Path(where) / CONFIG).is_file():
+        return recipe
+    path = Path(where) / CONFIG
+    config = read_json(path)
+    there = model_of(config, path)
+    if there is None:  # names and shapes of its tensors may be the same, as those of a Mistral
+        what = (
+            f"{path} must be of a llama, for shoal's llama, got the model_type {str(config.get('model_type'))[:80]!r}"
+        )
+        raise ShoalError(what, fix=f"--model.name hf:{where}, without --run.start_from", code="C045")
+    known = import_module("shoal.models.llama_config")
+    here = asdict(known.build_config("llama", known.PRESETS, known.LlamaConfig(), recipe.model.arguments))
+    is_set = here if recipe.model.preset else (recipe.model.model_extra or {})
+    raise_if(
+        Problem("C051", f"model.{key} must be {there[key]}, as in {path}, got {here[key]}", f"leave out --model.{key}")
+        for key in is_set
+        if key in there and key not in _FREE and key in here and here[key] != there[key] and here[key] is not None
+    )
+    lora = {} if recipe.model.lora is None else {"lora": recipe.model.lora}
+    changed = {key: here[key] for key in is_set if key in _FREE}
+    return recipe.model_copy(update={"model": ModelSection(**{**there, **changed, **lora})})
 
 
 def is_foreign(where: str) -> bool:

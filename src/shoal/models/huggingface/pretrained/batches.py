@@ -1,0 +1,151 @@
+"""Let a model of transformers take the batches of recipes, which have other names, and padding that is not the model's.
+
+a recipe gives              the model gets
+tokens                      input_ids; where attention_mask is 0, the padding token of its config, which some models
+                            look for to find the last token or to count positions
+documents                   position_ids that start over in each document
+images, mean and deviation  pixel_values, with the mean and deviation of its preprocessor_config.json
+0.5
+labels of next tokens       none: they are shifted already, and logits are compared outside of the model
+other labels                labels: its own loss shows its convention, as in a loop of your own
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.formats.huggingface import read_json
+from shoal.data.task import Task
+from shoal.errors import ShoalError
+from shoal.models.huggingface.adapt import DOCUMENTS, with_positions
+from shoal.models.huggingface.modules import attentions
+
+PREPROCESSOR = "preprocessor_config.json"
+MOST_PREPROCESSOR = 2**20
+ENDINGS: dict[str, Task] = {"ForSequenceClassification": "text class", "ForImageClassification": "image class"}
+NAMES = {"input_ids": "tokens", "pixel_values": "images"}
+"""Argument of a forward → entry of a recipe's batch."""
+INPUTS = {"text class": "input_ids", "image class": "pixel_values"}
+
+
+def task_of(model: Any) -> Task | None:
+    """The task of a model by its class; None: another one, for which recipes have no data."""
+    kind, known = type(model).__name__, sys.modules["transformers"].models.auto.modeling_auto
+    if kind in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or kind.endswith(("ForCausalLM", "LMHeadModel")):
+        # One that sees later tokens would learn to copy them.
+        return "next token" if all(one.is_causal for one in attentions(model).values()) else None
+    is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
+    if kind.endswith("ForConditionalGeneration") and is_pair and model.main_input_name == "input_ids":
+        return "target text"
+    task = next((task for ending, task in ENDINGS.items() if kind.endswith(ending)), None)
+    return task if task is not None and model.main_input_name == INPUTS[task] else None
+
+
+@dataclass(frozen=True)
+class PixelRule:
+    """The mean and the deviation of each channel that a model was trained with."""
+
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    def of(self, images: Tensor) -> Tensor:
+        """Images that were normalised by 0.5 and 0.5."""
+        mean, deviation = (images.new_tensor(values)[:, None, None] for values in (self.mean, self.deviation))
+        return (images * 0.5 + 0.5 - mean) / deviation
+
+
+def pixel_rule(folder: Path) -> PixelRule | None:
+    """How a folder says that images are normalised; None: it does not say."""
+    path = folder / PREPROCESSOR
+    if not path.is_file() or path.stat().st_size > MOST_PREPROCESSOR:
+        return None
+    said = read_json(path)
+    values = [said.get(key) for key in ("image_mean", "image_std")]
+    if said.get("do_normalize") is False:
+        values = [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
+    if values == [None, None]:
+        return None
+    if not all(isinstance(one, list) and len(one) in (1, 3) and all(map(_is_number, one)) for one in values):
+        raise _no_numbers(path, values)
+    mean, deviation = (tuple(float(number) for number in one or ()) for one in values)
+    if not all(number > 0 for number in deviation):
+        raise _no_numbers(path, values)
+    return PixelRule(mean, deviation)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _no_numbers(path: Path, values: Any) -> ShoalError:
+    return ShoalError(
+        f"{path}: image_mean and image_std must be lists of 1 or 3 numbers, the second above 0, got {str(values)[:80]}",
+        fix="the file as save_pretrained writes it",
+        code="M073",
+    )
+
+
+@cache
+def for_recipes(kind: Any, task: Task | None) -> Any:
+    """A class of transformers that takes the batches of recipes. Its names and parameters are those of the class."""
+
+    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+        return kind.forward(self, *arguments, **with_positions(_renamed(self, options)))
+
+    def init_parameter(self: Any, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        if self.is_loaded_later:
+            parameter.fill_(torch.nan)
+        else:
+            self.twin.draw(name, parameter, generator)
+
+    def init_buffer(self: Any, name: str) -> Tensor:
+        buffer: Tensor = self.twin.model.get_buffer(name)
+        return torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer  # one that a file has to fill
+
+    forward.__signature__ = _signature(kind, task)  # type: ignore[attr-defined]
+    members = {
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "forward": forward,
+        "init_parameter": init_parameter,
+        "init_buffer": init_buffer,
+        "is_loaded_later": False,
+        "recipe_task": task,
+        "pixel_rule": None,
+        "first_names": property(lambda self: self.twin.firsts),
+    }
+    return type(kind.__name__, (kind,), members)
+
+
+def _renamed(model: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Entries of a batch under the names of transformers."""
+    found = dict(options)
+    if "images" in found:
+        images = found.pop("images")
+        found["pixel_values"] = images if model.pixel_rule is None else model.pixel_rule.of(images)
+    if "tokens" in found:
+        tokens, mask = found.pop("tokens"), found.get("attention_mask")
+        padding = getattr(model.config, "pad_token_id", None)
+        is_padded = isinstance(mask, Tensor) and mask.shape == tokens.shape and padding is not None
+        found["input_ids"] = tokens.masked_fill(mask == 0, padding) if is_padded else tokens
+    return found
+
+
+def _signature(kind: Any, task: Task | None) -> inspect.Signature:
+    """That of the class, with the names of recipes, and without names that it only passes on."""
+    given = inspect.signature(kind.forward).parameters.values()
+    named = [p for p in given if p.kind is not p.VAR_KEYWORD and (p.name != "labels" or task != "next token")]
+    takes = [p.replace(name=NAMES.get(p.name, p.name)) for p in named]
+    makes_masks = hasattr(sys.modules[kind.__module__], "create_causal_mask")  # by documents, from positions
+    packs = task == "next token" and makes_masks and any(p.name == "position_ids" for p in named)
+    documents = [inspect.Parameter(DOCUMENTS, inspect.Parameter.KEYWORD_ONLY, default=None)] if packs else []
+    return inspect.Signature([*takes, *documents])
