@@ -17,9 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "examples"
-RUN_FILES = (
-    "environment.json", "events.jsonl", "metrics.jsonl", "prediction.json", "profile.json", "recipe.yaml", "summary.json",
-)  # fmt: skip
+RUN_FILES = ("environment.json", "events.jsonl", "metrics.jsonl", "prediction.json", "profile.json", "recipe.yaml")
+RUN_FILES += ("summary.json",)
 RECIPE = "recipes/tiny.yaml"
 TRAIN = f"train {RECIPE} --nproc 2 --plan 'pp=2 1f1b mb=2' --run.duration 120step --checkpoint.every 40step"
 PROFILE = f"profile {RECIPE} --nproc 2 --plan zero=3 --steps 10"
@@ -29,7 +28,7 @@ BENCHES = {
     "scale": f"bench scale {RECIPE} --nproc 1,2 {PLANS} --steps 12 --data.global_batch 8 --data.seq_len 64",
     "step": f"bench step {RECIPE} --settings microbatch,recompute --steps 9 --data.seq_len 64",
     "memory": f"bench memory {RECIPE} {PLANS}",
-    "comm": "bench comm --nproc 2 --sizes 1KB..4MB --kinds all_reduce all_gather --algorithms ring halving builtin --seconds 20",
+    "comm": "bench comm --nproc 2 --sizes 1KB..4MB --kinds all_reduce all_gather --algorithms ring builtin --seconds 9",
 }
 
 
@@ -80,7 +79,7 @@ RECORDERS: dict[str, Callable[[Path], None]] = {
     "run": lambda folder: record_run("run", f"{TRAIN} --run.per_rank_metrics true", folder, "tiny"),
     "profile": lambda folder: record_run("profile", PROFILE, folder, "tiny-profile"),
     "verify": record_verification,
-    **{name: (lambda folder, name=name: record_bench(name, folder)) for name in BENCHES},  # type: ignore[misc]
+    **{name: (lambda folder, name=name: record_bench(name, folder)) for name in BENCHES},
 }
 
 

@@ -4,8 +4,8 @@ Cores share caches, memory and power, and two of them may be threads of one core
 are slower than one alone, by a factor that depends on the model. So beside the rows, as many ranks make the step of the
 model without exchanging gradients (`sync=local`). A row is predicted from it:
 
-    step of a row = what the planner predicts of its computation x (measured / predicted, of the ranks that send nothing)
-                  + what the planner predicts of its messages
+    step of a row = computation, by the planner x (measured / predicted, of the ranks that send nothing)
+                  + messages, by the planner
 
 On one rank, that is the base itself. In the bubble of a pipeline some ranks compute and others wait, so computation
 there lies between both. Every factor is of one round: the machine has the same speed in all its parts.

@@ -94,10 +94,8 @@ def sentences(found: Found) -> Iterator[str]:
 def alone(found: Found) -> Iterator[str]:
     """How fast ranks compute that send nothing: the most that a plan can reach on this machine."""
     for each in found.get("alone", ()):
-        yield (
-            f"{each['ranks']} ranks that send nothing: {ms(each['step_seconds']['median'])} a step; predictions begin with"
-            " that, and with the base"
-        )
+        step = ms(each["step_seconds"]["median"])
+        yield f"{each['ranks']} ranks that send nothing: {step} a step; predictions begin with that, and with the base"
 
 
 def machine(found: Found) -> str:
