@@ -1,4 +1,4 @@
-"""The example pages of `make docs` in a real browser: light and dark, narrow and wide, with no message and no request."""
+"""The example pages of `make docs` in a real browser: light and dark, narrow and wide, silent, without a request."""
 
 from __future__ import annotations
 
