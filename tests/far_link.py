@@ -42,8 +42,11 @@ class FarLink:
 
 
 @contextlib.contextmanager
-def far_hosts(*, round_trip: float, loss: float = 0.0, seed: int = 0) -> Iterator[FarLink]:
-    """Make the hosts and remove them. `round_trip`: in seconds; `loss`: the part of packets that is lost."""
+def far_hosts(
+    *, round_trip: float, loss: float = 0.0, seed: int = 0, largest: int = 65536, only_port: int = 0
+) -> Iterator[FarLink]:
+    """Make the hosts and remove them. `round_trip`: in seconds; `loss`: the part of packets that is lost; `largest`:
+    bytes of the largest packet that arrives; `only_port`: the one that a firewall leaves open, or 0."""
     if os.geteuid() != 0 or shutil.which("ip") is None or not os.path.exists("/dev/net/tun"):
         pytest.skip("needs root, the program ip (package iproute2) and /dev/net/tun")
     names = [f"shoal-far-{os.getpid()}-{number}" for number in range(2)]
@@ -52,7 +55,7 @@ def far_hosts(*, round_trip: float, loss: float = 0.0, seed: int = 0) -> Iterato
     try:
         for name in names:
             ip("netns", "add", name)
-        words = [*names, str(round_trip / 2), str(loss), str(seed)]
+        words = [*names, *map(str, (round_trip / 2, loss, seed, largest, only_port))]
         between = subprocess.Popen(
             [sys.executable, __file__, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
         )
@@ -90,7 +93,22 @@ def _device_in(network: str) -> int:
     return device
 
 
-def _forward(one: int, two: int, delay: float, loss: float, seed: int) -> None:
+@dataclass(frozen=True, slots=True)
+class _Filter:
+    """Packets that never arrive, without a word to their sender."""
+
+    largest: int
+    only_port: int
+
+    def drops(self, packet: bytes) -> bool:
+        """Whether a packet of IP version 4 is too large, or TCP at a closed port."""
+        start = 4 * (packet[0] & 15)
+        is_tcp = packet[0] >> 4 == 4 and packet[9] == 6 and len(packet) >= start + 4
+        ports = struct.unpack_from("!HH", packet, start) if is_tcp else ()
+        return len(packet) > self.largest or bool(self.only_port and ports and self.only_port not in ports)
+
+
+def _forward(one: int, two: int, delay: float, loss: float, seed: int, closed: _Filter) -> None:
     """Send packets on for ever."""
     chance, due, counts = random.Random(seed), list[tuple[float, int, int, bytes]](), {"sent": 0, "lost": 0}
 
@@ -106,7 +124,7 @@ def _forward(one: int, two: int, delay: float, loss: float, seed: int) -> None:
             with contextlib.suppress(BlockingIOError, OSError):
                 while True:
                     packet, to = os.read(device, 65536), two if device == one else one
-                    is_lost = chance.random() < loss
+                    is_lost = closed.drops(packet) or chance.random() < loss
                     counts["lost" if is_lost else "sent"] += 1
                     if not is_lost:
                         heapq.heappush(due, (time.monotonic() + delay, counts["sent"], to, packet))
@@ -117,4 +135,6 @@ def _forward(one: int, two: int, delay: float, loss: float, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    _forward(_device_in(sys.argv[1]), _device_in(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]))
+    closed = _Filter(int(sys.argv[6]), int(sys.argv[7]))
+    devices = _device_in(sys.argv[1]), _device_in(sys.argv[2])
+    _forward(*devices, float(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]), closed)

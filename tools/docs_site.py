@@ -6,11 +6,15 @@ site such a file lies under `repository/`, as text. A link to a file that does n
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import posixpath
 import re
+import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,9 @@ CODE_HEADING = re.compile(r"^## ([A-Z]\d{3}): .+$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
 EXAMPLE = re.compile(r"`(samples/\w+\.html)`")
 """A page that shoal has made for the site: the repository does not have it, so a page names it without a link."""
+RECORDED = ROOT / "tools/examples"
+"""Real runs, recorded by tools/record_examples.py."""
+BENCHES = ("scale", "step", "memory", "comm")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 log = logging.getLogger("mkdocs.hooks.docs_site")
 
@@ -47,25 +54,50 @@ def example_plan() -> str:
     return plan_page(answer(request, seen), seen)
 
 
-def example_report() -> str:
-    """The page of the run that is recorded in tools/example_run."""
+def example_report(name: str) -> str:
+    """The page of a recorded run."""
     from shoal.pages.report import make_report
     from shoal.pages.run.read_run import read_run
 
-    return make_report([read_run(ROOT / "tools/example_run")])
+    return make_report([read_run(RECORDED / name)])
 
 
-def example_scale() -> str:
-    """A page of `shoal bench scale`, of the figures that are recorded in tools/example_bench_scale.json."""
-    from shoal.pages.bench.scale import make_page
+def example_watch() -> str:
+    """The page of `shoal watch` as it was at step 60 of the recorded run, which had not ended then."""
+    from shoal.pages.live.page import live_page
 
-    return make_page(json.loads((ROOT / "tools/example_bench_scale.json").read_text()))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tiny"
+        path.mkdir()
+        for name in ("environment.json", "recipe.yaml"):
+            shutil.copy(RECORDED / "run" / name, path)
+        for name in ("metrics.jsonl", "events.jsonl"):
+            lines = (RECORDED / "run" / name).read_text().splitlines(keepends=True)
+            (path / name).write_text("".join(line for line in lines if json.loads(line)["step"] <= 60))
+        return live_page(path, is_copy=True)
 
 
-EXAMPLES = {
+def example_verify() -> str:
+    """A page of `shoal verify`."""
+    from shoal.pages.verify.page import TensorError, verify_page
+
+    found = json.loads((RECORDED / "verify.json").read_text())
+    return verify_page(found["result"], [TensorError(*each) for each in found["tensors"]])
+
+
+def example_bench(name: str) -> str:
+    """A page of a benchmark."""
+    module = importlib.import_module(f"shoal.pages.bench.{name}")
+    return str(module.make_page(json.loads((RECORDED / f"{name}.json").read_text())))
+
+
+EXAMPLES: dict[str, Callable[[], str]] = {
     "samples/plan.html": example_plan,
-    "samples/report.html": example_report,
-    "samples/scale.html": example_scale,
+    "samples/report.html": lambda: example_report("run"),
+    "samples/profile.html": lambda: example_report("profile"),
+    "samples/watch.html": example_watch,
+    "samples/verify.html": example_verify,
+    **{f"samples/{name}.html": (lambda name=name: example_bench(name)) for name in BENCHES},  # type: ignore[misc]
 }
 
 

@@ -80,7 +80,7 @@ def cases(seed: int) -> list[Injected]:
         return round(chance.uniform(low, high), 3)
 
     found = [
-        *(Injected("loader", plan, "data", seconds=drawn(0.1, 0.3)) for plan in ("ddp", "zero=3", "tp=2", "cp=2")),
+        *(Injected("loader", plan, "data", seconds=drawn(0.04, 0.12)) for plan in ("ddp", "zero=3", "tp=2", "cp=2")),
         *(Injected("rank", plan, "straggler", seconds=drawn(0.5, 1.5), rank=chance.randrange(2))
           for plan in ("ddp", "zero=3", "tp=2")),
         Injected("rank", "zero=1", "straggler", ranks=3, seconds=drawn(0.5, 1.5), rank=chance.randrange(3)),
@@ -89,7 +89,7 @@ def cases(seed: int) -> list[Injected]:
         *(Injected("recompute", f"{plan} recompute=full", "recompute", seconds=drawn(0.1, 0.4))
           for plan in ("ddp", "zero=3", "tp=2")),
         *(Injected("cores", "ddp", "cores", ranks=ranks, threads=threads) for ranks, threads in ((2, 4), (4, 2))),
-        *(Injected("disk", plan, "saving", seconds=drawn(0.1, 0.3)) for plan in ("ddp", "zero=3")),
+        *(Injected("disk", plan, "saving", seconds=drawn(0.05, 0.15)) for plan in ("ddp", "zero=3")),
     ]  # fmt: skip
     return [replace(each, plan=each.plan.replace("ddp", f"dp_replicate={each.ranks}")) for each in found]
 

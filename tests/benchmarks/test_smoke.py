@@ -56,6 +56,7 @@ DEAR = {
     "benchmarks/precision/run.py",
     "benchmarks/pretrained/run.py",
     "benchmarks/profile/causes.py",
+    "benchmarks/profile/cost.py",
     "benchmarks/profile/gpu.py",
     "benchmarks/replica_sync/run.py",
     "benchmarks/verify/huggingface.py",

@@ -89,7 +89,7 @@ def test_a_hostile_run_does_nothing(browser: Any, tmp_path: Path) -> None:
 
 
 def test_the_page_of_a_long_run_on_many_ranks(browser: Any, tmp_path: Path) -> None:
-    """At most 3 MB, made within 5 s of processor time, drawn within 1 s."""
+    """At most 3 MB, made within 2.5 s of processor time, drawn within 1 s."""
     run = make_run(tmp_path / "run", STEPS)
     few = make_run(tmp_path / "few", 2_000, ranks=1) / "metrics.rank0.jsonl"  # only sampled lines are read
     for rank in range(RANKS):
@@ -102,5 +102,5 @@ def test_the_page_of_a_long_run_on_many_ranks(browser: Any, tmp_path: Path) -> N
     visit.close()
     print(f"{path.stat().st_size / 1e6:.2f} MB, made in {seconds:.1f} s, drawn in {drawn} ms")
     assert path.stat().st_size <= 3e6
-    assert seconds <= 5
+    assert seconds <= 2.5
     assert drawn <= 1000

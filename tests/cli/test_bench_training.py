@@ -40,6 +40,8 @@ def test_one_rank_is_the_base_of_both_modes(scaled: tuple[dict[str, Any], Path])
     rows = [row for row in scaled[0]["rows"] if "microbatch" in row]
     assert {row["microbatch"] for row in rows} == {2}, "the base has the same microbatch"
     assert scaled[0]["threads"] == 1
+    assert all(row["predicted"]["seconds"] > 0 for row in bases), "a named cluster is not this machine"
+    assert scaled[0]["alone"] == []
 
 
 def test_efficiency_is_that_of_the_same_round(scaled: tuple[dict[str, Any], Path]) -> None:

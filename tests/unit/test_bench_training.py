@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from shoal.bench.training import step, turns
+from shoal.bench.training.anchor import Anchors
 from shoal.bench.training.cases import Ranks, checked_case, microbatch_of, with_plan
 from shoal.bench.training.data_parallel import time_data_parallel
 from shoal.bench.training.machine import CalibrationTurns
@@ -25,6 +26,7 @@ from shoal.bench.training.scale import (
     measure_scale,
     row_mapping,
     table_of,
+    to_mapping,
 )
 from shoal.bench.training.time_steps import RankSteps, time_steps
 from shoal.bench.training.turns import WARMUP_STEPS, Case, Spread, Turn, differences, measure_in_turns, ratios
@@ -128,6 +130,45 @@ def test_predictions_are_compared_with_the_round_in_which_the_machine_was_measur
     assert found["predicted"]["seconds"] == 2.2
     assert typical([]) is None
     assert typical([predicted(3.0), None, predicted(1.0)]) == predicted(1.0)
+
+
+def test_computation_is_taken_as_measured_and_messages_as_predicted() -> None:
+    """One rank computes three times as long as predicted, two at once six times; each round has its own factor."""
+    one, two = (type("Job", (), {"recipe": TINY.model_copy(update={"plan": TINY.plan.resolve(n)})}) for n in (1, 2))
+    base, both = case("base", [3.0, 6.0], job=one), case("two alone", [6.0, 12.0], job=two)
+    row, stages = case("row", [7.0, 13.0], job=two), case("stages", [7.0, 7.0], job=two)
+    anchors = Anchors({2: both}, base)
+    known = {
+        "base": [predicted(1.0)] * 2,
+        "two alone": [predicted(1.0)] * 2,
+        "row": [replace(predicted(1.5), messages=0.5)] * 2,
+        "stages": [replace(predicted(3.0), waiting=1.0)] * 2,
+    }
+    assert [each and each.seconds for each in anchors.anchored(base, known)] == [3.0, 6.0], "what was measured"
+    assert [each and each.seconds for each in anchors.anchored(row, known)] == [6.5, 12.5]
+    # Two of three thirds have one rank that computes while the other one waits: 2 x 3 s and 1 x 6 s.
+    assert [each and each.seconds for each in anchors.anchored(stages, known)] == [12.0, 24.0]
+    assert Anchors().anchored(row, known) == known["row"], "of a named cluster"
+    both.reason = "illegal"
+    assert anchors.anchored(row, known) == known["row"]
+
+
+def test_ranks_that_send_nothing_are_measured_beside_the_rows() -> None:
+    """With the batch of the rows, and not where ranks share cores."""
+    request = request_of((1, 2, 4))
+    table = table_of(TINY, replace(request, plans=("ddp",)))
+    assert [(ranks, case.reason) for ranks, case in table.anchors.cases.items()] == [(2, "")]
+    alone = table.anchors.cases[2]
+    assert alone in table.cases
+    assert alone.job is not None
+    assert (str(alone.job.recipe.plan.sync), alone.job.recipe.data.global_batch) == ("local:1000000", 8)
+    assert {row.case.name for row in table.rows}.isdisjoint({alone.name})
+    alone.turns = table.rows[0].case.turns = case("any", [1.0]).turns
+    (base, *_) = to_mapping(table, [parse_cluster("cpu:2")])["rows"]
+    assert base["predicted"]["seconds"] is base["step_error"] is None
+    assert base["peak_error"] is not None
+    named = table_of(TINY, replace(request, plans=("ddp",), is_anchored=False))
+    assert named.anchors == Anchors()
 
 
 def test_the_machine_is_measured_before_every_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,9 +112,7 @@ def _write_page(path: Path, result: VerifyResult) -> None:
     from shoal.pages.verify.page import TensorError, verify_page
     from shoal.verification.report import to_mapping
 
-    found = result.verdict
-    names = dict.fromkeys((*found.gradients, *found.weights))
-    tensors = [TensorError(name, found.gradients.get(name, 0.0), found.weights.get(name, 0.0)) for name in names]
+    tensors = [TensorError(*each) for each in result.tensors]
     write_page(path, verify_page(to_mapping(result), tensors), "--html")
 
 

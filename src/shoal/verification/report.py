@@ -101,6 +101,13 @@ class VerifyResult:
         return self.verdict.equal and is_within_bound and has_equal_weights
 
     @property
+    def tensors(self) -> list[tuple[str, float, float]]:
+        """Each tensor with the largest relative differences of its gradient and of its weight, over all steps."""
+        gradients, weights = self.verdict.gradients, self.verdict.weights
+        names = dict.fromkeys((*gradients, *weights))
+        return [(name, gradients.get(name, 0.0), weights.get(name, 0.0)) for name in names]
+
+    @property
     def is_local_sgd(self) -> bool:
         """Whether replicas make local steps between two synchronisations."""
         return self.replica_sync is not None and self.replica_sync.sends_weights

@@ -12,6 +12,9 @@ from shoal.predict.cluster import Cluster
 from shoal.train.build_model import build_model, without_memory
 from shoal.train.recipe.predict_step import task_for
 
+MESSAGES = ("tp", "cp", "ep", "pp", "dp")
+"""Causes of the time of a step that are messages."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
@@ -26,6 +29,25 @@ class Predicted:
     memory: dict[str, float]
     """The same by cause."""
     is_calibrated: bool
+    messages: float = 0.0
+    """Seconds of the step in which nothing is computed, since messages travel."""
+
+    waiting: float = 0.0
+    """Seconds of the step in which a rank waits for other stages of a pipeline, and they compute."""
+
+    @property
+    def computation(self) -> float:
+        """Seconds without messages."""
+        return self.seconds - self.messages
+
+    def with_computation(self, together: float, single: float, ranks: int) -> Predicted:
+        """The same with computation that takes `together` times as long where all ranks compute at once, and `single`
+        times where one does. Of a pipeline, some wait while others compute. The interval keeps its relative width."""
+        idle = self.waiting / self.computation * ranks / max(1, ranks - 1)
+        factor = together + min(1.0, idle) * (single - together)
+        seconds = self.computation * factor + self.messages
+        longer = seconds / self.seconds
+        return replace(self, seconds=seconds, low=self.low * longer, high=self.high * longer)
 
     def to_mapping(self) -> dict[str, Any]:
         """As JSON."""
@@ -68,4 +90,6 @@ def predict_case(recipe: Recipe, cluster: Cluster) -> Predicted | None:
         peak=sum(causes.values()),
         memory=causes,
         is_calibrated=cluster.is_measured,
+        messages=sum(found.time.causes()[name] for name in MESSAGES),
+        waiting=found.time.bubble,
     )

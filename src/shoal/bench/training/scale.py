@@ -5,7 +5,8 @@
     base     one rank of the same program, with the same threads and the same microbatch
 
 Efficiency is the time of the base over the time of a row, divided by the ranks in strong mode. It is taken round by
-round, since both were measured side by side.
+round, since both were measured side by side. Predictions take computation as it was measured on ranks that send nothing
+(`anchor`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Literal
 from torch import nn
 
 from shoal.bench.training import data_parallel
+from shoal.bench.training.anchor import Anchors, alone
 from shoal.bench.training.cases import Ranks, checked_case, checked_job, microbatch_of, with_plan
 from shoal.bench.training.machine import CalibrationTurns
 from shoal.bench.training.predicted import Predicted, predict_case, typical
@@ -37,6 +39,9 @@ TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2, "fp8": 2e-1
 """The largest relative difference of a loss between plans that rounding explains. Rounding grows from step to step; a
 gradient that is wrong by a factor changes the loss of the second step by more. An assumption."""
 
+TIMES = ("seconds", "low", "high", "messages", "waiting")
+"""Keys of a prediction that are times."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleRequest:
@@ -47,6 +52,8 @@ class ScaleRequest:
     modes: tuple[Mode, ...]
     steps: int
     rounds: int
+    is_anchored: bool = True
+    """Whether predictions are of this machine, so that what was measured on it holds for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +80,8 @@ class ScaleTable:
     rows: list[Row]
     cases: list[Case] = field(default_factory=list)
     """Each once: at the largest number of ranks, both modes have the same batch."""
+    anchors: Anchors = field(default_factory=Anchors)
+    """Of every number of ranks that does not share cores."""
     has_dropout: bool = False
     """Then losses under tp, cp and pp are not compared with others: their masks differ."""
 
@@ -93,9 +102,21 @@ def table_of(recipe: Recipe, request: ScaleRequest) -> ScaleTable:
             base = base or rows[-1]
     rows += _data_parallel(request, rows)
     known |= {(row.plan, row.ranks, row.batch): row.case for row in rows if row.plan == data_parallel.NAME}
+    anchors = _anchors(recipe, request, rows) if request.is_anchored else Anchors()
+    measured = list(known.values())
+    half = len(measured) // 2  # a machine's speed drifts: what all rows are predicted from is measured in their middle
+    cases = {case.name: case for case in (*measured[:half], *anchors.cases.values(), *measured[half:])}
     return ScaleTable(
-        recipe=recipe, request=request, rows=rows, cases=list(known.values()), has_dropout=has_dropout(recipe)
-    )
+        recipe=recipe, request=request, rows=rows, cases=list(cases.values()), anchors=anchors,
+        has_dropout=has_dropout(recipe),
+    )  # fmt: skip
+
+
+def _anchors(recipe: Recipe, request: ScaleRequest, rows: Sequence[Row]) -> Anchors:
+    """Of each number of ranks that do not share cores, as many that send nothing."""
+    batches = {row.ranks: row.batch for row in rows if not row.note and row.plan != data_parallel.NAME}
+    more = {number: alone(recipe, request.ranks, number, batch) for number, batch in batches.items() if number > 1}
+    return Anchors(more, rows[0].case)
 
 
 def _data_parallel(request: ScaleRequest, rows: Sequence[Row]) -> Iterator[Row]:
@@ -164,9 +185,11 @@ def to_mapping(table: ScaleTable, clusters: Sequence[Cluster]) -> dict[str, Any]
         for case in table.cases
         if case.job is not None
     }
-    rows = [row_mapping(row, predictions) for row in table.rows]
+    anchored = {case.name: table.anchors.anchored(case, predictions) for case in table.cases}
+    rows = [row_mapping(row, anchored, is_anchored=table.anchors.base is not None) for row in table.rows]
     return {
         "rows": rows,
+        "alone": table.anchors.to_mapping(),
         "losses": losses_of(table),
         "prediction": _errors(rows),
         "steps": table.request.steps,
@@ -178,8 +201,8 @@ def to_mapping(table: ScaleTable, clusters: Sequence[Cluster]) -> dict[str, Any]
     }
 
 
-def row_mapping(row: Row, predictions: Predictions) -> dict[str, Any]:
-    """One row as JSON."""
+def row_mapping(row: Row, predictions: Predictions, *, is_anchored: bool = False) -> dict[str, Any]:
+    """One row as JSON. `is_anchored`: the base is what predictions begin with, so that it has none of its own."""
     case = row.case
     known: dict[str, Any] = {
         "mode": row.mode, "plan": row.plan, "ranks": row.ranks, "global_batch": row.batch,
@@ -194,7 +217,12 @@ def row_mapping(row: Row, predictions: Predictions) -> dict[str, Any]:
             "num_microbatches": plan.num_microbatches(row.batch),
             "predicted": None if predicted is None else predicted.to_mapping(),
         }
-    return known | _measured(row, predictions) if case.is_measured else known
+    if not case.is_measured:
+        return known
+    found = known | _measured(row, predictions)
+    if is_anchored and row.base is None and predicted is not None:
+        found |= {"step_error": None, "predicted": {**found["predicted"], **dict.fromkeys(TIMES)}}
+    return found
 
 
 def _measured(row: Row, predictions: Predictions) -> dict[str, Any]:

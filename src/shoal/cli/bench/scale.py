@@ -62,7 +62,10 @@ def _measure(options: Scale, recipe: Recipe, nproc: tuple[int, ...], plans: tupl
     threads = recipe.launch.threads or max(1, whole_cores() // max(nproc))
     ranks = Ranks(nproc=tuple(sorted({1, *nproc})), threads=threads, cores=whole_cores(), device=device)
     modes: tuple[scale.Mode, ...] = ("strong", "weak") if options.mode == "both" else (options.mode,)
-    request = scale.ScaleRequest(ranks=ranks, plans=plans, modes=modes, steps=options.steps, rounds=options.rounds)
+    request = scale.ScaleRequest(
+        ranks=ranks, plans=plans, modes=modes, steps=options.steps, rounds=options.rounds,
+        is_anchored=options.cluster is None,
+    )  # fmt: skip
     table = scale.table_of(recipe, request)
     most = max((each for each in ranks.nproc if not ranks.shared(each)), default=1)
 

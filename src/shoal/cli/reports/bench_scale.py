@@ -52,7 +52,7 @@ def cells(row: Found) -> list[str]:
         *first,
         ms(step["median"]),
         f"{ms(step['low'])} to {ms(step['high'])}",
-        ms(predicted["seconds"]) if predicted else "–",
+        ms(predicted["seconds"]) if predicted and predicted["seconds"] is not None else "–",
         signed(row.get("step_error")),
         percent(efficiency["median"]) if efficiency else "–",
         percent(row["predicted_efficiency"]) if "predicted_efficiency" in row else "–",
@@ -80,6 +80,7 @@ def sentences(found: Found) -> Iterator[str]:
                 f"losses of batch {batch} DIFFER: {worst} by {largest:.1e}, and rounding explains"
                 f" {each['tolerance']:.0e} at most; shoal verify compares every gradient"
             )
+    yield from alone(found)
     for key, what in (
         ("step_error", "step times are"),
         ("efficiency_error", "efficiencies are"),
@@ -88,6 +89,13 @@ def sentences(found: Found) -> Iterator[str]:
         if (error := found["prediction"].get(key)) is not None:
             yield f"predicted {what} off by {percent(error['median'])} (median), {percent(error['worst'])} (worst)"
     yield machine(found)
+
+
+def alone(found: Found) -> Iterator[str]:
+    """How fast ranks compute that send nothing: the most that a plan can reach on this machine."""
+    for each in found.get("alone", ()):
+        step = ms(each["step_seconds"]["median"])
+        yield f"{each['ranks']} ranks that send nothing: {step} a step; predictions begin with that, and with the base"
 
 
 def machine(found: Found) -> str:

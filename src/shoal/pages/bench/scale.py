@@ -25,7 +25,7 @@ def make_page(found: Found) -> str:
         if rows:
             drawn = _efficiency(rows) + table(HEAD, map(_cells, rows), kind="bench")
             parts.append(section(title, drawn, name=mode, note=note))
-    parts += [_losses(found), not_measured(_reasons(found)), machine(found)]
+    parts += [_alone(found), _losses(found), not_measured(_reasons(found)), machine(found)]
     return bench_page("scale", found["model"], found, parts)
 
 
@@ -101,6 +101,12 @@ def mib(size: float | None) -> str:
     if size is None:
         return "–"
     return f"{size / 2**20:,.0f} MiB" if size >= 10 * 2**20 or not size else f"{size / 2**20:.2f} MiB"
+
+
+def _alone(found: Found) -> str:
+    rows = [(each["ranks"], duration(each["step_seconds"]["median"])) for each in found.get("alone", ())]
+    note = "Ranks that compute at once and send nothing. Predictions begin with these steps and with the base."
+    return section("Computation alone", table(("ranks", "step"), rows), name="alone", note=note) if rows else ""
 
 
 def _losses(found: Found) -> str:

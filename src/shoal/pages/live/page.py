@@ -24,8 +24,8 @@ STATES = {
 }
 
 
-def live_page(path: Path) -> str:
-    """The page of a run as it is now."""
+def live_page(path: Path, *, is_copy: bool = False) -> str:
+    """The page of a run as it is now; a copy has no server to follow."""
     cursor = Cursor.at_end(path / "metrics.jsonl")  # before the records are read: rows may be sent twice, never lost
     if not is_run(path):
         return _waiting(path)
@@ -33,9 +33,13 @@ def live_page(path: Path) -> str:
     body, found = report_body([run])
     title = title_of([run])
     state = STATES[run.state]
-    found["live"] = {"cursor": str(cursor), "state": state, "title": f"{title} – shoal watch"}
     figures = now_of(tail_records(path / "metrics.jsonl"), run.recipe).words()
-    strip = _strip(state, figures if run.state == "running" else ())
+    figures = figures if run.state == "running" else []
+    if is_copy:
+        strip = _strip(f"{run.state}: a copy of this page at one moment, which no longer changes", figures)
+        return page(title, top.header([run], "watch") + strip + body, found)
+    found["live"] = {"cursor": str(cursor), "state": state, "title": f"{title} – shoal watch"}
+    strip = _strip(state, figures)
     return page(title, RELOADS + top.header([run], "watch") + strip + body, found, scripts=SCRIPTS, is_live=True)
 
 

@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from operator import itemgetter, lt
 from types import NoneType
 from typing import Any
@@ -75,13 +75,14 @@ def make_table(records: Iterable[Mapping[str, Any]]) -> MetricsTable:
         rows = [row for row in chunk if "eval_loss" not in row][: MOST_STEPS - len(table.steps)]
         table.steps += [row["step"] for row in rows]
         table.skipped += [row["step"] for row in rows if row.get("skipped") is True]
+        present = set(chain.from_iterable(rows))
         for name in COLUMNS:
-            values = _values(rows, name)
+            values = _values(rows, name) if name in present else []
             if set(map(type, values)) - {NoneType}:
                 known.add(name)
                 table.columns[name].extend(_column(values))
             else:
-                table.columns[name].extend(array("d", [math.nan]) * len(values))
+                table.columns[name].extend(array("d", [math.nan]) * len(rows))
     table.columns = {name: values for name, values in table.columns.items() if name in known}
     table.evaluations = sorted(evaluations.items())
     _sort(table)

@@ -64,11 +64,15 @@ def _seconds(table: MetricsTable, axis: str, start: int, stop: int) -> tuple[flo
     """Seconds of a step in which an axis communicates, and those that nothing hides; None: none was timed."""
     if f"comm_seconds{axis}" not in table.columns:
         return None
-    columns = table.column(f"comm_seconds{axis}")[start:stop], table.column(f"comm_overlap_fraction{axis}")[start:stop]
-    pairs = [(s, o) for s, o in zip(*columns, strict=True) if 0 <= s < math.inf and 0 <= o <= 1]
-    if not pairs:
+    if not (pairs := list(_timed(table, axis, start, stop))):
         return None
     return sum(s for s, _ in pairs) / len(pairs), sum(s * (1 - o) for s, o in pairs) / len(pairs)
+
+
+def _timed(table: MetricsTable, axis: str, start: int, stop: int) -> Iterator[tuple[float, float]]:
+    """Seconds and hidden fraction of each step that has timed an axis."""
+    columns = table.column(f"comm_seconds{axis}")[start:stop], table.column(f"comm_overlap_fraction{axis}")[start:stop]
+    return ((s, o) for s, o in zip(*columns, strict=True) if 0 <= s < math.inf and 0 <= o <= 1)
 
 
 def hidden_by_axis(table: MetricsTable) -> dict[str, tuple[float, float]]:
@@ -88,13 +92,14 @@ def over_time(table: MetricsTable, number: int = 48) -> list[TimeParts]:
     rows = len(table.steps)
     number = min(number, rows // 5)
     edges = [rows * index // number for index in range(number + 1)] if number > 1 else []
-    if any(_is_timed(table, 0, rows)):
-        edges = [0, *(stop for start, stop in pairwise(edges) if any(_is_timed(table, start, stop)))]
+    if _has_timed(table, 0, rows):
+        edges = [0, *(stop for start, stop in pairwise(edges) if _has_timed(table, start, stop))]
         edges[-1] = rows
     found = (time_parts(table, start, stop) for start, stop in pairwise(edges))
     return [parts for parts in found if parts is not None]
 
 
-def _is_timed(table: MetricsTable, start: int, stop: int) -> Iterator[bool]:
-    """Whether steps between two rows have timed their communication, by axis."""
-    return (_seconds(table, axis, start, stop) is not None for axis in ("", *(f"_{each}" for each in AXES)))
+def _has_timed(table: MetricsTable, start: int, stop: int) -> bool:
+    """Whether a step between two rows has timed its communication, of any axis."""
+    known = [axis for axis in ("", *(f"_{each}" for each in AXES)) if f"comm_seconds{axis}" in table.columns]
+    return any(True for axis in known for _ in _timed(table, axis, start, stop))
