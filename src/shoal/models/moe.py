@@ -54,6 +54,7 @@ class Moe(Llama):
                 block.self_attn = NormedAttention(config)
             if layer >= config.num_dense_layers:
                 block.mlp = SparseFeedForward(config)
+                block.post_attention_layernorm.narrows = True  # the router and the experts read the same tokens
 
     def describe(self) -> Description:
         """Its structure, for the planner and for every parallelism."""
