@@ -7,8 +7,7 @@ python benchmarks/experts/peers.py --system shoal --shape fine         # one row
 Each row is a process of its own, one after the other on an otherwise idle GPU. Both train the same shape on random
 tokens: AdamW with weights and states in float32, products in bfloat16, compiled, no clipping, 4 sequences of 4,096
 tokens. torchtitan's side is its own model (qwen3 without norms of queries and keys), compile and loss, with autocast;
-its experts are grouped products and its balance a bias, shoal's balance is an auxiliary loss. `expandable_segments` and
-other settings are torch's defaults for both.
+its experts are grouped products and its balance a bias, shoal's balance is an auxiliary loss.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def on_gpu(arguments: argparse.Namespace) -> None:
         f" shoal's AdamW, clipping, {arguments.batch} sequences of {arguments.sequence} random tokens a step, in turns:"
         f" {arguments.rounds} rounds of {arguments.steps_per_round} steps."
     )
-    text = "\n".join([heading("Experts on one GPU", question), table(rows)])
+    text = "\n".join([heading("Experts on one GPU", question, packages=("flash-attn-4",)), table(rows)])
     if best["dense"] and best["moe"]:
         ratio = best["moe"] / best["dense"]
         verdict = (

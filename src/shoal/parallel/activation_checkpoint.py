@@ -24,8 +24,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shoal.blueprint.plan import Recompute
 from shoal.comm.profile.timer import recomputing
 from shoal.numerics.kernels import flash_attention_4 as _registers  # noqa: F401  # the operator
-from shoal.numerics.ops import experts as _registers_experts  # noqa: F401
 from shoal.numerics.ops.attention import is_part_of_attention
+from shoal.numerics.ops.experts import fused as _registers_experts  # noqa: F401
 from shoal.parallel.batch_norm import statistics_kept
 
 _aten = torch.ops.aten

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from shoal.comm.collectives import Group, all_gather, all_reduce, my_part
 from shoal.errors import Problem, ShoalError, listed, raise_if
-from shoal.numerics.ops.split_product import has_split_product, split_product
+from shoal.numerics.ops.experts.split_product import has_split_product, split_product
 from shoal.parallel.expert.aux_loss import AuxLoss
 
 SCORES = ("softmax", "sigmoid")

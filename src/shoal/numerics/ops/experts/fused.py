@@ -1,7 +1,6 @@
 """The experts of one GPU, from tokens to tokens, as one operator with a backward of its own.
 
-Composed of torch's operations, experts of a token read and write its rows some thirty times, and save six copies of
-them. Here products are torch's grouped ones, and what stands between them is one kernel each:
+Products are torch's grouped ones, and each step between them is one kernel:
 
     forward     tokens ─spread─▶ x ═▶ gate, up ─gate─▶ gated ═▶ y ─collect─▶ tokens             ═▶ grouped product
     backward    grad ─spread─▶ d_y ═▶ d_gated ─gate_backward─▶ d_gate, d_up ═▶ d_x ─collect─▶ d_tokens
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.numerics.ops.grouped_matmul import grouped_matmul, has_grouped_kernel
+from shoal.numerics.ops.experts.grouped_matmul import grouped_matmul, has_grouped_kernel
 
 _TENSOR_COPIES = (9, 0)
 """The first compute capability whose kernels can copy tiles of tensors (TMA), which the gradients of weights need."""
@@ -30,9 +29,9 @@ _TENSOR_COPIES = (9, 0)
 def has_fused_experts(x_TD: Tensor, down_LF: Tensor) -> bool:
     """Whether the kernels take such tokens and weights: bfloat16 on a Hopper GPU or newer, rows of whole 16 bytes."""
     is_plain = type(down_LF) in (Tensor, torch.nn.Parameter) and down_LF.dtype in (torch.float32, torch.bfloat16)
-    if not x_TD.is_cuda or not is_plain or down_LF.shape[1] % 8:
+    if not x_TD.is_cuda or not is_plain:
         return False
-    return has_grouped_kernel(x_TD, x_TD[None]) and _has_tensor_copies(x_TD.get_device())
+    return has_grouped_kernel(x_TD, down_LF[None]) and _has_tensor_copies(x_TD.get_device())
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -95,14 +94,14 @@ def experts_backward(
     d_gated_RF = grouped_matmul(d_y_RD, _cast(down, num_experts), ends_E)
     d_joint_RG, gated_RF, d_weight_Tk = kernel.gate_backward(joint_RG, weight_Tk, order_R, d_gated_RF)
     del d_gated_RF
-    grads = [down.new_empty(0) for _ in range(3)]
+    d_gate, d_up, d_down = (weight.new_empty(0) for weight in weights)
     if has_weight_grads:
-        grads[2:] = kernel.weight_grad(d_y_RD, gated_RF, ends_E, down.dtype)
+        (d_down,) = kernel.weight_grad(d_y_RD, gated_RF, ends_E, down.dtype)
     del d_y_RD, gated_RF
     if has_weight_grads:
-        grads[:2] = kernel.weight_grad(d_joint_RG, kernel.spread(x_TD, place_Tk), ends_E, gate.dtype, parts=2)
+        d_gate, d_up = kernel.weight_grad(d_joint_RG, kernel.spread(x_TD, place_Tk), ends_E, gate.dtype, parts=2)
     d_x_RD = grouped_matmul(d_joint_RG, kernel.joined(gate, up, num_experts), ends_E)
-    return kernel.collect(d_x_RD, place_Tk), d_weight_Tk, *grads
+    return kernel.collect(d_x_RD, place_Tk), d_weight_Tk, d_gate, d_up, d_down
 
 
 @experts_backward.register_fake
