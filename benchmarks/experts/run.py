@@ -36,6 +36,7 @@ from shoal.data.sources.open import open_datasets
 from shoal.models import llama, moe
 from shoal.models.llama import Llama
 from shoal.models.moe_config import PRESETS
+from shoal.numerics.optim.adamw import AdamW
 from shoal.predict.presets.peak_flops import peak_flops
 from shoal.train.build_model import build_model
 from shoal.train.run import Run
@@ -89,7 +90,7 @@ class Contender:
         model = model_of(self.name, self.batch["tokens"].shape[1])
         self.config = model.config
         run.prepare(model)
-        run.prepare(torch.optim.AdamW(run.module.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True))
+        run.prepare(AdamW(run.module.parameters(), lr=1e-4))
         self.run = run
 
     def step(self) -> float:
@@ -196,10 +197,10 @@ def on_gpu(arguments: argparse.Namespace) -> None:
     question = (
         f"MoE `{PRESET}` ({SPARSE.num_active_parameters / 1e9:.2f} B of {SPARSE.num_parameters / 1e9:.2f} B parameters"
         f" active: {SPARSE.top_k} of {SPARSE.num_experts} experts) and a dense llama of as many active ones, bf16,"
-        f" AdamW, clipping, {arguments.batch} sequences of {arguments.sequence} random tokens a step, in turns:"
+        f" shoal's AdamW, clipping, {arguments.batch} sequences of {arguments.sequence} random tokens a step, in turns:"
         f" {arguments.rounds} rounds of {arguments.steps_per_round} steps."
     )
-    text = "\n".join([heading("Experts on one GPU", question), table(rows)])
+    text = "\n".join([heading("Experts on one GPU", question, packages=("flash-attn-4",)), table(rows)])
     if best["dense"] and best["moe"]:
         ratio = best["moe"] / best["dense"]
         verdict = (

@@ -16,8 +16,8 @@ from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.launch.local import launch
 from shoal.models.llama import build as build_llama
+from shoal.numerics.ops.experts.grouped_matmul import gated
 from shoal.numerics.ops.fused_linear_cross_entropy import linear_cross_entropy
-from shoal.numerics.ops.grouped_matmul import gated
 from shoal.parallel.expert.experts import collect, rows_by_expert, spread
 from shoal.train.run import Run
 

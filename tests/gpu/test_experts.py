@@ -10,7 +10,9 @@ from torch import Tensor
 
 import shoal
 from shoal.models import llama, moe
-from shoal.numerics.ops.grouped_matmul import grouped_matmul, has_grouped_kernel
+from shoal.numerics.ops.experts.fused import fused_experts, has_fused_experts
+from shoal.numerics.ops.experts.grouped_matmul import grouped_matmul, has_grouped_kernel
+from shoal.numerics.ops.experts.split_product import has_split_product, split_product
 from shoal.parallel.expert.experts import Experts
 from shoal.parallel.expert.router import Routing
 
@@ -114,6 +116,68 @@ def test_experts_compute_what_is_written_down(dtype: torch.dtype, tolerance: flo
     for name, found, expected in pairs:
         assert found is not None
         assert relative(found, expected) < (1e-6 if name == "dweight" and dtype == torch.float64 else tolerance), name
+
+
+SIZES = {"small": (160, 2, 64, 32, 8), "one each": (333, 1, 128, 264, 4), "many": (1000, 8, 256, 136, 64)}
+"""Tokens, experts of a token, features of a token and inside an expert, experts."""
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own, while it compiles
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_fused_experts(size: tuple[int, ...], weights: torch.dtype, is_compiled: bool) -> None:
+    """Outputs and all gradients, which have the dtype of the weights. The last expert has no token."""
+    num_tokens, top_k, hidden, ffn, num_experts = size
+    generator = torch.Generator("cuda").manual_seed(2)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    chosen_Tk = torch.rand(num_tokens, num_experts - 1, device="cuda", generator=generator).topk(top_k).indices
+    matrices = [drawn(num_experts * ffn, hidden), drawn(num_experts * ffn, hidden), drawn(num_experts * hidden, ffn)]
+    inputs = [drawn(num_tokens, hidden).bfloat16(), drawn(num_tokens, top_k).sigmoid()]
+    leaves = [x.requires_grad_() for x in (*inputs, *((0.05 * w).to(weights) for w in matrices))]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    if not has_fused_experts(leaves[0], leaves[-1]):
+        pytest.skip("needs a Hopper GPU")
+    call = torch.compile(fused_experts, fullgraph=True) if is_compiled else fused_experts
+    y, grad = call(leaves[0], chosen_Tk, *leaves[1:]), drawn(num_tokens, hidden).bfloat16()
+    y.backward(grad)
+    reference = Experts(hidden, ffn, num_experts)
+    reference.gate_proj, reference.up_proj, reference.down_proj = map(torch.nn.Parameter, exact[2:])
+    y_exact = written_down(reference, exact[0], chosen_Tk, exact[1])
+    y_exact.backward(grad.double())
+    exact[2:] = reference.parameters()
+    assert relative(y, y_exact) < 1e-2
+    for number, (ours, right) in enumerate(zip(leaves, exact, strict=True)):
+        assert ours.grad is not None
+        assert right.grad is not None
+        assert ours.grad.dtype == ours.dtype
+        assert relative(ours.grad, right.grad) < 1e-2, number
+    assert leaves[2].grad is not None
+    assert not leaves[2].grad[-ffn:].any()
+
+
+def test_a_split_product_has_the_digits_of_float32() -> None:
+    """Six of its seven; TF32 has three."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    x_BTD = torch.randn(2, 3000, 512, device="cuda", generator=generator).bfloat16().requires_grad_()
+    w_ED = torch.randn(24, 512, device="cuda", generator=generator).requires_grad_()
+    grad_BTE = torch.randn(2, 3000, 24, device="cuda", generator=generator)
+    assert has_split_product(x_BTD, w_ED)
+    y = split_product(x_BTD, w_ED)
+    y.backward(grad_BTE)
+    x, w = (tensor.detach().double().requires_grad_() for tensor in (x_BTD, w_ED))
+    exact = torch.nn.functional.linear(x, w)
+    exact.backward(grad_BTE.double())
+    assert relative(y, exact) < 2e-6
+    assert w_ED.grad is not None
+    assert w.grad is not None
+    assert relative(w_ED.grad, w.grad) < 2e-6
+    assert x_BTD.grad is not None
+    assert x.grad is not None
+    assert relative(x_BTD.grad, x.grad) < 3e-3  # it is in bfloat16
 
 
 # ---- layouts --------------------------------------------------------------------------------------------------------

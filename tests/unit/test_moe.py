@@ -16,7 +16,9 @@ from shoal.models import llama
 from shoal.models.moe import PRESETS, Moe, MoeConfig, build
 from shoal.models.moe_config import smaller
 from shoal.numerics.init import can_fill, initialise, materialise
-from shoal.numerics.ops import grouped_matmul
+from shoal.numerics.ops.experts import grouped_matmul
+from shoal.numerics.ops.experts.fused import has_fused_experts, sorted_by_expert
+from shoal.numerics.ops.experts.split_product import bfloat16_parts
 from shoal.numerics.ops.memory_saving_linear import RMSNorm
 from shoal.parallel.expert import experts
 from shoal.parallel.expert.aux_loss import AuxLoss
@@ -109,6 +111,24 @@ def test_the_grouped_kernel_and_the_loop_agree(counts: list[int]) -> None:
 def test_kernel_is_chosen_by_device_dtype_and_alignment() -> None:
     x, w = torch.empty(4, 16, dtype=torch.bfloat16), torch.empty(2, 16, 8, dtype=torch.bfloat16)
     assert not grouped_matmul.has_grouped_kernel(x, w)  # CPU
+
+
+def test_rows_are_sorted_by_expert_and_found_again() -> None:
+    """Those of one expert keep the order of their tokens. Experts 1 and 4 have none."""
+    expert_Tk = torch.tensor([[3, 0], [0, 2], [3, 2], [0, 3]])
+    order_R, place_Tk, ends_E = sorted_by_expert(expert_Tk, 5)
+    assert order_R.tolist() == [1, 2, 6, 3, 5, 0, 4, 7]
+    assert order_R[place_Tk].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert ends_E.tolist() == [3, 3, 5, 8, 8]
+    assert ends_E.dtype == torch.int32  # of grouped products
+    assert not has_fused_experts(torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(40, 8))  # CPU
+
+
+def test_three_bfloat16_numbers_hold_a_float32() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-20, 20, 1000)
+    high, middle, low = bfloat16_parts(x)
+    assert torch.equal(high.double() + middle.double() + low.double(), x.double())
+    assert not torch.equal(high.double() + middle.double(), x.double())
 
 
 def test_gated_keeps_no_more_than_its_inputs() -> None:

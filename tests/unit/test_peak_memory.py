@@ -168,6 +168,27 @@ LLAMA_1_1 = Workload(name="1.1", hidden=2048, layers=22, heads=32, kv_heads=4, f
 MIXTURE = Workload(
     name="moe", hidden=2048, layers=24, heads=16, kv_heads=4, vocabulary=32768, experts=16, top_k=2, expert_ffn=2048
 )
+FINE_MIXTURE = Workload(
+    name="fine", hidden=1536, layers=16, heads=12, kv_heads=4, vocabulary=65536, experts=64, top_k=8, expert_ffn=512
+)
+
+
+@pytest.mark.parametrize(
+    ("mb", "recompute", "states", "measured"), [(2, "none", "fp32", 80.28), (4, "full", "bf16", 59.04)]
+)
+def test_experts_by_steps_hold_what_was_measured_on_a_gpu(
+    mb: int, recompute: str, states: str, measured: float
+) -> None:
+    """Before experts were one operator, as they still are with ep: planner_nvidia-h200_2026-11-15.md."""
+    profile = shoal_profile(state_dtype=states).without_fused_experts
+    plan = Plan.parse(f"bf16 mb={mb} recompute={recompute}").resolve(1)
+    found = peak_memory(MIXTURE, plan, H200, sequence=4096, global_batch=mb, profile=profile)
+    assert found.allocated / 2**30 == pytest.approx(measured, rel=0.004)
+    older = replace(H200, device=replace(H200.device, is_modern=False))
+    assert (
+        peak_memory(MIXTURE, plan, older, sequence=4096, global_batch=mb, profile=shoal_profile(state_dtype=states))
+        == found
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,16 +204,17 @@ MIXTURE = Workload(
         (LLAMA, 2, 4096, "none", "bf16", 1, 96.66),
         (LLAMA, 1, 8192, "selective", "bf16", 1, 90.07),
         (LLAMA, 4, 4096, "full", "bf16", 1, 90.65),
-        (MIXTURE, 2, 4096, "none", "fp32", 1, 80.28),
-        (MIXTURE, 4, 4096, "full", "bf16", 1, 59.04),
+        (MIXTURE, 4, 4096, "none", "fp32", 1, 78.85),
+        (MIXTURE, 4, 4096, "none", "fp32", 2, 94.0),
+        (FINE_MIXTURE, 4, 4096, "none", "fp32", 1, 41.61),
     ],
     ids=str,
 )
 def test_compiled_layers_hold_what_was_measured_on_a_gpu(
     model: Workload, mb: int, sequence: int, recompute: str, states: str, microbatches: int, measured: float
 ) -> None:
-    """GiB of torch.cuda.max_memory_allocated on an H200: benchmarks/results/planner_nvidia-h200_2026-11-15.md, and
-    h200-longest and h200-speed of the same day."""
+    """GiB of torch.cuda.max_memory_allocated on an H200: benchmarks/results/planner_nvidia-h200_2026-11-15.md,
+    h200-longest and h200-speed of the same day; of mixtures, experts-peers of 2026-11-18 and experts of 2026-11-19."""
     plan = Plan.parse(f"bf16 mb={mb} recompute={recompute}").resolve(1)
     profile = shoal_profile(state_dtype=states)
     found = peak_memory(model, plan, H200, sequence=sequence, global_batch=mb * microbatches, profile=profile)

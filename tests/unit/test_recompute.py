@@ -14,7 +14,7 @@ from shoal import Run
 from shoal.blueprint.plan import Recompute
 from shoal.models.llama import Llama, LlamaConfig
 from shoal.numerics.init import initialise
-from shoal.numerics.ops.grouped_matmul import _grouped_mm
+from shoal.numerics.ops.experts.grouped_matmul import _grouped_mm
 from shoal.parallel.activation_checkpoint import _policy, recompute
 from tests.cover import wide
 

@@ -54,6 +54,8 @@ class Moe(Llama):
                 block.self_attn = NormedAttention(config)
             if layer >= config.num_dense_layers:
                 block.mlp = SparseFeedForward(config)
+                # Router and experts read the same tokens: under bf16 those are bfloat16.
+                block.post_attention_layernorm = RMSNorm(config.hidden, eps=config.norm_eps, narrows=True)
 
     def describe(self) -> Description:
         """Its structure, for the planner and for every parallelism."""

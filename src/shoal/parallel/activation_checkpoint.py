@@ -25,6 +25,7 @@ from shoal.blueprint.plan import Recompute
 from shoal.comm.profile.timer import recomputing
 from shoal.numerics.kernels import flash_attention_4 as _registers  # noqa: F401  # the operator
 from shoal.numerics.ops.attention import is_part_of_attention
+from shoal.numerics.ops.experts import fused as _registers_experts  # noqa: F401
 from shoal.parallel.batch_norm import statistics_kept
 
 _aten = torch.ops.aten
@@ -43,6 +44,7 @@ EXPENSIVE = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._flash_attention_forward.default,
     torch.ops.shoal.flash_attention_4.default,
+    torch.ops.shoal.experts.default,
 }
 
 

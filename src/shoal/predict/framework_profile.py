@@ -85,6 +85,9 @@ class FrameworkProfile:
     """Bytes of what a norm keeps of its input."""
     sparse_norm_input: float = 2
     """The same in layers with experts: autocast sums up what those give in float32, and compiled layers leave it so."""
+    fuses_experts: bool = False
+    """Whether experts are one operator on a modern GPU without ep (`numerics.ops.experts.fused`). It keeps its tokens,
+    gate and up, and no casts."""
     splits_experts: bool = False
     """Whether tp divides experts too."""
     splits_tokens: bool = True
@@ -210,6 +213,15 @@ class FrameworkProfile:
             copies_in_traffic=1.5,  # into one message, out of it, and some by gloo
             optimizer_traffic=self.optimizer_traffic + 8,  # clipping is a pass of its own
         )
+
+    @cached_property
+    def without_fused_experts(self) -> FrameworkProfile:
+        """The same where experts are several operators: with ep, in float32, and on other devices."""
+        if not self.fuses_experts:
+            return self
+        sparse_norm_input = 4 if self.is_compiled else 2
+        name = f"{self.name}, experts by steps"
+        return replace(self, name=name, fuses_experts=False, sparse_norm_input=sparse_norm_input)
 
     @cached_property
     def where_split(self) -> FrameworkProfile:

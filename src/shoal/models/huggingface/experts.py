@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.models.huggingface.modules import experts_in
-from shoal.numerics.ops.grouped_matmul import grouped_matmul
+from shoal.numerics.ops.experts.grouped_matmul import grouped_matmul
 from shoal.numerics.precision import in_autocast_dtype
 from shoal.parallel.expert.experts import DISPATCH, Dispatch
 from shoal.parallel.expert.router import Routing

@@ -32,7 +32,8 @@ from shoal.blueprint.layout import divisors
 from shoal.comm.autograd_function import as_output, differentiable_once
 from shoal.comm.collectives import Group, part
 from shoal.errors import ShoalError, listed
-from shoal.numerics.ops.grouped_matmul import gated, grouped_matmul
+from shoal.numerics.ops.experts.fused import fused_experts, has_fused_experts
+from shoal.numerics.ops.experts.grouped_matmul import gated, grouped_matmul
 from shoal.numerics.precision import in_autocast_dtype
 from shoal.parallel.expert.router import Routing
 
@@ -102,7 +103,12 @@ class Experts(nn.Module):
     def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Return y_TD: for each token the sum over its experts of weight · expert(x)."""
         _check_call(self, x_TD, routing)
-        return dispatched(in_autocast_dtype(x_TD), routing, self.num_experts, self._computed, self.parallel)
+        x_TD = in_autocast_dtype(x_TD)
+        is_local = self.parallel is None or self.parallel.group is None
+        if is_local and routing.top_k is not None and has_fused_experts(x_TD, self.down_proj):
+            expert_Tk, weight_Tk = (x.view(-1, routing.top_k) for x in (routing.expert_R, routing.weight_R))
+            return fused_experts(x_TD, expert_Tk, weight_Tk, self.gate_proj, self.up_proj, self.down_proj)
+        return dispatched(x_TD, routing, self.num_experts, self._computed, self.parallel)
 
     def _computed(self, x_RD: Tensor, ends_L: Tensor, weight_R: Tensor | None) -> Tensor:
         """Compute the experts of this rank for rows that are sorted by expert. The weight of a row is multiplied in

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from shoal.comm.collectives import Group, all_gather, all_reduce, my_part
 from shoal.errors import Problem, ShoalError, listed, raise_if
+from shoal.numerics.ops.experts.split_product import has_split_product, split_product
 from shoal.parallel.expert.aux_loss import AuxLoss
 
 SCORES = ("softmax", "sigmoid")
@@ -186,6 +187,8 @@ class Router(nn.Module):
 
     def _logits(self, x_BTD: Tensor) -> Tensor:
         """Compute in at least float32: in less, rounding would decide between close scores."""
+        if has_split_product(x_BTD, self.weight):
+            return split_product(x_BTD, self.weight)
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         with without_autocast(x_BTD):
             return nn.functional.linear(x_BTD.to(wide), self.weight.to(wide))

@@ -51,6 +51,8 @@ def kept_per_token(
         ):  # rows that go in, gate, up and their product; what comes out is summed up and forgotten
             expert = size * (h + (workload.matrices - 1 + workload.gated) * workload.expert_ffn)
             inside += part * size * h  # what rows are made of
+        if profile.fuses_experts:
+            expert = size * (workload.matrices - 1) * workload.expert_ffn
         shared = _ffn_kept(workload.shared_ffn, workload.gated, profile, size)
         inside += part * (workload.top_k * expert + shared)
     return between / (tp if sp else 1) + inside / tp + whole
@@ -101,7 +103,7 @@ def cast_bytes(workload: Workload, profile: FrameworkProfile, on: Degrees, *, pr
         return 0.0
     part = workload.sparse_layers / workload.layers
     but_last = (workload.matrices - 1) / workload.matrices
-    experts = part * workload.expert_parameters / on.ep
+    experts = 0.0 if profile.fuses_experts else part * workload.expert_parameters / on.ep
     if precision == "fp8":
         return narrow_casts(workload, on.size) / on.tp + on.size * experts
     dense = workload.attention_parameters + (1 - part) * but_last * workload.ffn_parameters
@@ -156,8 +158,13 @@ def backward_bytes(
     Compiled: the product of gate and up, its gradient, and theirs, all as wide as it is; of experts not the product,
     which is kept; and where the compiler recomputes, only one, since it writes the others over what it has made again.
     Where its kernels are not fused: in float32, as wide as it is; gate and up as well, where they are kept in less. And
-    the gradient of one of its weights.
+    the gradient of one of its weights. Fused experts: the gradients of gate and up and of their input, the cast of both
+    weights, and the gradients of all three.
     """
+    if profile.fuses_experts and workload.sparse_layers:
+        but_last = workload.matrices - 1
+        rows = tokens * workload.top_k * (but_last * workload.expert_ffn + workload.hidden) / tp
+        return size * rows + workload.expert_parameters * (profile.gradient + size * but_last / workload.matrices)
     if profile.is_compiled:
         dense = (1 if recompute == "selective" else 4) * workload.ffn * (workload.sparse_layers < workload.layers)
         sparse = 3 * workload.top_k * workload.expert_ffn * (workload.sparse_layers > 0)

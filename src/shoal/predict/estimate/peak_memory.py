@@ -104,6 +104,8 @@ def peak_memory(
     if cluster.device.is_host:
         profile = profile.on_host
     layout = Degrees.of(plan, profile)
+    if not cluster.device.is_modern or layout.ep > 1 or layout.size != 2:
+        profile = profile.without_fused_experts
     if layout.tp > 1:
         profile = profile.where_split
     m = num_microbatches(plan, global_batch) if global_batch else PLENTY
