@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
-from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
 from shoal.models.llama import Llama, LlamaConfig
