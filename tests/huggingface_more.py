@@ -229,7 +229,8 @@ REJECTED = {
     **dict.fromkeys(("mpt", "biogpt", "mpnet", "fnet", "roberta-prelayernorm", *PAIRS, *IMAGES), ("cp=2",)),
     **dict.fromkeys(("jamba", "bamba", "granitemoe hybrid", "minimax", "qwen3-next", "qwen3.5"), ("cp=2",)),
     **dict.fromkeys(("mamba2", "falcon-mamba"), NO_TP),
-    **dict.fromkeys(("jetmoe", "dbrx", "deberta-v2", *SOUNDS), NOTHING),
+    **dict.fromkeys(("jetmoe", "deberta-v2", *SOUNDS), NOTHING),
+    "dbrx": ("tp=2", "pp=2"),
     "albert": ("sp=on", "pp=2"),
     "swin": ("sp=on", "cp=2"),
     "zamba2": NOTHING,
@@ -238,6 +239,7 @@ REJECTED = {
 """Architecture → words of plans that it cannot have."""
 OTHER_TRAFFIC: dict[tuple[str, str], str] = {
     **{(kind, "zero=3"): "cannot be traced" for kind in ("dbrx", "jetmoe", "deberta-v2")},
+    ("dbrx", "cp=2"): "cannot be traced",
     **{(kind, "zero=3"): "gradients of unused parameters are predicted" for kind in ("esm", "fnet", "dinov2")},
     **{(kind, "zero=3"): "has parameters in no module that runs" for kind in ("wav2vec2",)},
     ("albert", "zero=3"): "a block that runs twice is gathered twice",

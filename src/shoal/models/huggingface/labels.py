@@ -8,11 +8,12 @@ it if the loss that the model returns is not what that function returned, since 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.blueprint.description import Description
@@ -42,12 +43,35 @@ class _Losses(TorchFunctionMode):
 
 
 def shifts_labels(model: Any, description: Description) -> bool | None:
-    """Whether logits are compared with the label of the next token; None: not known."""
+    """Whether logits are compared with the label of the next token; None: not known. What blocks compute does not
+    matter: if they need values, as some mixtures, they are left out."""
     inputs = inputs_of(model)
     if inputs is None:
         return None
+    try:
+        return _shifts_labels(model, description, inputs, with_blocks=True)
+    except Exception:  # a block needs real values, or the model other inputs
+        pass
+    try:
+        return _shifts_labels(model, description, inputs, with_blocks=False)
+    except Exception:
+        return None
+
+
+class _Through(nn.Module):
+    """In place of a block: it returns the activations that it gets."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+def _shifts_labels(
+    model: Any, description: Description, inputs: Mapping[str, Tensor], *, with_blocks: bool
+) -> bool | None:
     skeleton: Any = skeleton_of(model).float()  # a cast of logits to float32 is then none
     adapt(skeleton, description, None)
+    for name in () if with_blocks else description.blocks:
+        skeleton.set_submodule(name, _Through())
     tokens = inputs.get("decoder_input_ids", next(iter(inputs.values())))
     labels = torch.zeros(tokens.shape if tokens.dim() == 2 else tokens.shape[:1], dtype=torch.int64, device="meta")
     passed: list[tuple[Any, Any]] = []
@@ -57,21 +81,18 @@ def shifts_labels(model: Any, description: Description) -> bool | None:
         passed.append((logits, labels))
         return noted
 
-    try:
-        known = KnownValues()
-        inputs = {name: known.input_of(torch.float32)(value) for name, value in inputs.items()}
-        with torch.device("meta"), known, _Losses() as losses:
-            output = skeleton(**inputs, labels=labels)
-            is_plain = len(losses.seen) == 1 and losses.seen[0][2] is output.loss
-            if is_plain and all(map(_is_all_of, losses.seen[0][:2], (output.logits, labels))):
-                return False
-            skeleton.loss_function = note
-            losses.seen.clear()
-            output = skeleton(**inputs, labels=labels)
-    except Exception:  # it needs other inputs, or real values
-        return None
+    known = KnownValues()
+    inputs = {name: known.input_of(torch.float32)(value) for name, value in inputs.items()}
+    with torch.device("meta"), known, _Losses() as losses:
+        output = skeleton(**inputs, labels=labels)
+        is_plain = len(losses.seen) == 1 and losses.seen[0][2] is output.loss
+        if is_plain and all(map(_is_all_of, losses.seen[0][:2], (output.logits, labels))):
+            return False
+        skeleton.loss_function = note
+        losses.seen.clear()
+        output = skeleton(**inputs, labels=labels)
     is_passed = len(passed) == 1 and not losses.seen and passed[0][0] is output.logits and passed[0][1] is labels
-    return shift_of(model.loss_function) if is_passed and output.loss is noted else None
+    return shift_of(model.loss_function) if is_passed and output.loss is noted and not noted._version else None
 
 
 def _is_all_of(view: Tensor, whole: Tensor) -> bool:

@@ -100,7 +100,7 @@ def _make_plain(block: nn.Module) -> None:
 
 def _calls(skeleton: Any, blocks: tuple[str, ...]) -> tuple[dict[str, Call], dict[str, frozenset[str]], bool]:
     """The arguments of each block, the names of those that an earlier one has returned, and whether blocks of each list
-    are a chain."""
+    are known to be a chain."""
     inputs = inputs_of(skeleton)
     if inputs is None:
         return {}, {}, False
@@ -132,8 +132,9 @@ def _calls(skeleton: Any, blocks: tuple[str, ...]) -> tuple[dict[str, Call], dic
             block = skeleton.get_submodule(name)
             stack.callback(block.register_forward_pre_hook(note(name), with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(note_output).remove)
-        if not _runs(skeleton, inputs):
-            return {}, {}, False
+        is_complete = _runs(skeleton, inputs)
+    if not is_complete and found:  # the first block needs values, as some mixtures: the others get what it gets
+        return dict.fromkeys(blocks, found[blocks[0]]), dict.fromkeys(blocks, frozenset()), False
     pairs = [(one, two) for one, two in pairwise(links) if _list_of(one[0]) == _list_of(two[0])]
     return found, relayed, len(links) == len(blocks) and all(output is x for (_, _, output), (_, x, _) in pairs)
 
