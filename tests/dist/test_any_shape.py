@@ -67,9 +67,18 @@ def turned() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (4, 6)), *layers, nn.Flatten(), nn.Linear(24, 5))
 
 
+def of_transformers() -> nn.Module:
+    """Its config says no size of images."""
+    import transformers
+
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8, 12], "depths": [1, 2, 1], "num_labels": 5}
+    model: nn.Module = transformers.ResNetForImageClassification(transformers.ResNetConfig(**sizes))
+    return model
+
+
 def build(kind: str) -> nn.Module:
     torch.manual_seed(2)
-    return {"widths": widths, "unet": UNet, "turned": turned}[kind]()
+    return {"widths": widths, "unet": UNet, "turned": turned, "resnet": of_transformers}[kind]()
 
 
 def batch(kind: str) -> dict[str, Tensor]:
@@ -79,7 +88,8 @@ def batch(kind: str) -> dict[str, Tensor]:
         return {"input": torch.randn(8, 6, generator=generator), "labels": labels}
     if kind == "turned":
         return {"input": torch.randn(8, 24, generator=generator), "labels": labels}
-    return {"images": torch.randn(8, 3, 8, 8, generator=generator), "labels": labels}
+    name, size = ("pixel_values", 64) if kind == "resnet" else ("images", 8)
+    return {name: torch.randn(8, 3, size, size, generator=generator), "labels": labels}
 
 
 def differences(world: World, kind: str, plans: list[str]) -> list[float]:
@@ -111,6 +121,12 @@ SCHEDULES = ["pp=2 1f1b mb=8", "pp=2 interleaved v=2 mb=2", "pp=2 zb mb=2", "pp=
 )
 def test_stages_of_any_shape(pool: Pool, kind: str, plans: list[str]) -> None:
     assert max(pool.run(differences, 2, kind, plans)[0]) < 1e-12
+
+
+@pytest.mark.wide
+def test_a_convolutional_model_of_transformers(pool: Pool) -> None:
+    pytest.importorskip("transformers")
+    assert max(pool.run(differences, 2, "resnet", SCHEDULES[3:])[0]) < 1e-12
 
 
 @pytest.mark.parametrize("kind", [wide("widths"), "unet"])

@@ -46,6 +46,8 @@ class Order:
 
 FRAMES = 16
 """The length of a small sound, in steps of the convolutions that read it."""
+ANY_SIZE = 64
+"""Height and width of an image for a model whose config has none, such as a convolutional one."""
 LONGEST_CAUSE = 100
 """Characters of an error of torch that a message repeats."""
 _known: WeakKeyDictionary[nn.Module, Order] = WeakKeyDictionary()
@@ -209,10 +211,10 @@ def inputs_of(model: Any) -> Mapping[str, Tensor] | None:
     is_pair = getattr(config, "is_encoder_decoder", False)
     tokens = torch.zeros(1, _longest(config) if is_pair else 4, dtype=torch.int64)
     first: dict[str, Tensor] | None = None
-    size, channels = _of_images(config, "image_size"), _of_images(config, "num_channels")
+    size, channels = _of_images(config, "image_size") or ANY_SIZE, _of_images(config, "num_channels")
     if name == "input_ids":
         first = {name: tokens}
-    elif name == "pixel_values" and size is not None and channels is not None:
+    elif name == "pixel_values" and channels is not None:
         first = {name: torch.zeros(1, channels, size, size)}
     elif name == "input_values" and hasattr(config, "conv_stride"):
         first = {name: torch.zeros(1, FRAMES * prod(config.conv_stride))}

@@ -22,8 +22,6 @@ from shoal.models.huggingface.pretrained.build import build
 from shoal.parallel.pipeline.known_values import KnownValues
 from shoal.parallel.pipeline.skeleton import skeleton_of
 
-SIZE = 64
-"""Height and width of images for a model that takes any."""
 IGNORED = 0.25
 """The fraction of the labels of tokens that do not count."""
 
@@ -36,7 +34,7 @@ def random_batch(
         model: Any = build(name, **arguments)
     if model.recipe_task == "next token":
         return None
-    inputs = inputs_of(model) or _images_of_any_size(model)
+    inputs = inputs_of(model)
     if inputs is None or "labels" not in inspect.signature(model.forward).parameters:
         kind = type(model).__name__
         what = f"{kind} of {name!r} takes no labels" if inputs is not None else f"the inputs of {kind} are not known"
@@ -49,13 +47,6 @@ def random_batch(
             batch |= _tokens(model, key, (num_samples, num_tokens), generator)
     batch["labels"] = _labels(model, batch, num_tokens, generator)
     return {NAMES.get(key, key): one for key, one in batch.items()}
-
-
-def _images_of_any_size(model: Any) -> dict[str, Tensor] | None:
-    """The input of a convolutional model, whose config has no size of images."""
-    channels = getattr(model.config, "num_channels", None)
-    is_of_images = model.main_input_name == "pixel_values" and isinstance(channels, int)
-    return {"pixel_values": torch.zeros(1, channels, SIZE, SIZE)} if is_of_images else None  # type: ignore[arg-type]
 
 
 def _tokens(model: Any, key: str, shape: tuple[int, int], generator: torch.Generator) -> dict[str, Tensor]:
