@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="of every turn")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--sequence", type=int, default=128)
     asked = arguments(parser, plans=["dp_replicate=2"], steps=1, rounds=1, hidden=32, sequence=16)
     sizes = {name: getattr(asked, name) for name in ("steps", "rounds", "hidden", "sequence")}
     before, rows, worst = os.getloadavg()[0], [], {"parts": 0.0, "trace": 0.0}
