@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,12 @@ def test_memory_on_paper_is_that_of_the_gpu(case: Case) -> None:
         logits = 2 * case.mb * case.sequence * MODELS[case.model].vocabulary
         assert logits / 4 <= CHUNK < logits / 2
         measured -= logits / 4
-    assert predicted(case, parse_cluster("h200:1")).memory.allocated == pytest.approx(measured, rel=0.01)
+    cluster = parse_cluster("h200:1")
+    if hasattr(
+        MODELS[case.model], "num_experts"
+    ):  # measured before experts were one operator, as they still are on older GPUs
+        cluster = replace(cluster, device=replace(cluster.device, is_modern=False))
+    assert predicted(case, cluster).memory.allocated == pytest.approx(measured, rel=0.01)
 
 
 def test_the_run_that_was_measured_again() -> None:
