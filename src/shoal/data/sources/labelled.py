@@ -122,7 +122,8 @@ def numbered(labels: Sequence[Any], places: Sequence[str]) -> tuple[tuple[str, .
     if kind is int:
         return (), list(labels)
     names = tuple(sorted(set(labels)))
-    return names, [names.index(label) for label in labels]
+    number_of = {name: number for number, name in enumerate(names)}
+    return names, [number_of[label] for label in labels]
 
 
 def _rows(path: Path, keys: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
