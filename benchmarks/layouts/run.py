@@ -32,7 +32,8 @@ from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
 from shoal.models import llama
-from shoal.models.llama import Llama, rotary_angles
+from shoal.models.llama import Llama
+from shoal.models.rope_scaling import rope_angles
 from shoal.numerics.init import initialise
 from shoal.train.run import Run
 
@@ -98,7 +99,7 @@ class HalfByHand(nn.Module):
         self.head = nn.Sequential(whole.model.norm, whole.lm_head) if is_last else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        angles = rotary_angles(torch.arange(x.shape[1])[None], self.config, torch.float32)
+        angles = rope_angles(torch.arange(x.shape[1])[None], self.config.rope, self.config.dim_of_head, torch.float32)
         x, rotary = self.embed(x), (angles.cos(), angles.sin())
         for layer in self.layers:
             x = layer(x, rotary, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -167,6 +168,7 @@ def main() -> None:
             answer = os.fork()
             if answer == 0:
                 os.setsid()
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background have it ignored
                 os.chdir(asked["cwd"])
                 enter_network(asked["network"])
                 os.environ.update(asked["env"])

@@ -658,9 +658,9 @@ def test_a_directory_that_is_removed_under_a_run(host: Host, tmp_path: Path) -> 
     assert committed(saves(tmp_path)) == started.json["steps"]
 
 
-@pytest.mark.alone  # step 5 has to be saved before step 6 begins
 def test_a_bit_that_turns_on_its_way_is_found(host: Host, tmp_path: Path) -> None:
-    fault = {"SHOAL_FAULTS": "corrupt_at=rank:1,step:5 kill_at=rank:0,step:6"}
+    """Step 5 is saved while rank 0 sleeps in step 6."""
+    fault = {"SHOAL_FAULTS": "corrupt_at=rank:1,step:5 sleep_at=rank:0,step:6,seconds:1 kill_at=rank:0,step:6"}
     ended = host.run(*SHORT, "--run.duration", "7step", cwd=tmp_path, env=fault)
     assert (ended.code, ended.json["resumed_from"], ended.json["restarts"]) == (0, 4, 1), ended.said
     assert "cannot be used, trying the next one" in ended.said

@@ -36,11 +36,11 @@ def inject_faults(run: Run, generation: int) -> None:
     def fail() -> None:
         step = run.steps_done + 1
         _log(faults, mismatches, run.world.rank, step)
+        _hang(faults, step)  # first: a rank can sleep, and be killed when it awakes
         if faults.due("kill_at", step=step):
             os.kill(os.getpid(), signal.SIGKILL)
         if faults.due("fail_allreduce_at", step=step):
             raise RuntimeError(f"the exchange of step {step} fails, as SHOAL_FAULTS orders")
-        _hang(faults, step)
         for fault in mismatches:
             if fault.step in (None, step):
                 _mismatch(run, fault)
