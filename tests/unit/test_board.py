@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import random
 import time
@@ -34,7 +35,8 @@ def exchange(path: Path, rank: int, size: int, results: Path) -> None:
     for step in range(2000):
         if random.random() < 0.01:
             time.sleep(0.002 * random.random())
-        found.append(board.sum(board.post([float(step), float(rank)]), 2))
+        number = board.post([float(step), float(rank)])
+        found.append(board.sum(number, 2) if random.random() < 0.9 else [math.nan, math.nan])  # or it does not look
     np.save(results / f"{rank}.npy", np.array(found))
 
 
@@ -51,7 +53,10 @@ def test_processes_that_are_early_and_late_never_read_another_exchange(tmp_path:
         rank.join()
     expected = np.array([[size * step, sum(range(size))] for step in range(2000)])
     for rank in range(size):
-        assert np.array_equal(np.load(tmp_path / f"{rank}.npy"), expected)
+        found = np.load(tmp_path / f"{rank}.npy")
+        looked = ~np.isnan(found[:, 0])
+        assert 1000 < looked.sum() < 2000
+        assert np.array_equal(found[looked], expected[looked])
 
 
 def test_values_that_are_not_there_yet_are_not_taken(tmp_path: Path) -> None:

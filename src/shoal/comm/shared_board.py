@@ -9,8 +9,9 @@ numbers into its row, and reads the other rows when it needs them, one backward 
     exchange n      writes row n % 2   ...   reads row n % 2 of all
     exchange n + 1  writes row (n + 1) % 2, while a slower rank may still read n
 
-No rank writes row n % 2 again before all ranks have written n + 1, so no rank still reads n. A processor may reorder
-writes. A row whose check does not match its values is read again.
+No rank writes row n % 2 again before all ranks have written n + 1, so no rank still reads n. A rank that did not need
+the sums of n waits for them all the same before it writes n + 1. A processor may reorder writes. A row whose check does
+not match its values is read again.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Board:
 
     def post(self, values: Sequence[float]) -> int:
         """Write this rank's numbers and return the exchange's number. Every rank posts as many, in the same order."""
+        if self.summed < self._exchange:
+            self.sum(self._exchange, 0)
         self._exchange += 1
         row = self._rows[self._exchange % 2, self._rank]
         row[1 : 1 + len(values)] = values

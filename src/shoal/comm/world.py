@@ -16,9 +16,10 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -37,7 +38,7 @@ from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.rendezvous.mac import mac
 from shoal.comm.rendezvous.network_interface import interface_towards, listening_socket, loopback
 from shoal.comm.rendezvous.session import Session
-from shoal.comm.shared_board import Board
+from shoal.comm.shared_board import MOST_VALUES, Board
 from shoal.config.checks.arguments import check_device
 from shoal.errors import ShoalError, raise_if
 
@@ -49,23 +50,23 @@ BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-@dataclass(frozen=True, slots=True)
 class HostReduction:
     """An asynchronous reduction; `wait` returns the reduced values, the same on every rank."""
 
-    values: torch.Tensor
-    work: dist.Work | None
+    def __init__(self, finish: Callable[[], list[float]]) -> None:
+        self._finish = finish
+        self._values: list[float] | None = None
 
     @classmethod
     def known(cls, values: Sequence[float]) -> HostReduction:
         """Wrap sums that every rank knows without communication."""
-        return cls(torch.tensor(values, dtype=torch.float64), None)
+        return cls(lambda: [float(value) for value in values])
 
     def wait(self) -> list[float]:
         """Return the reduced values as soon as every rank has contributed."""
-        if self.work is not None:
-            self.work.wait()
-        return self.values.tolist()
+        if self._values is None:
+            self._values = self._finish()
+        return self._values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,10 +144,22 @@ class World:
 
     def all_reduce_host(self, values: Sequence[float], op: Op = "sum") -> HostReduction:
         """Start to reduce a few numbers over all ranks, in float64 and on the CPU. Counts are exact up to 2**53."""
-        tensor = torch.tensor(values, dtype=torch.float64)
         if self.size == 1:
-            return HostReduction(tensor, None)
-        return HostReduction(tensor, dist.all_reduce(tensor, _OPS[op], group=self.control_group, async_op=True))
+            return HostReduction.known(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        work = dist.all_reduce(tensor, _OPS[op], group=self.control_group, async_op=True)
+
+        def finish() -> list[float]:
+            work.wait()
+            return tensor.tolist()  # type: ignore[no-any-return]
+
+        return HostReduction(finish)
+
+    def sum_of_step(self, values: Sequence[float]) -> HostReduction:
+        """Start to sum numbers that every rank gives once a step: through shared memory, where ranks have one."""
+        if self.board is None or len(values) > MOST_VALUES:
+            return self.all_reduce_host(values)
+        return HostReduction(partial(self.board.sum, self.board.post(values), len(values)))
 
     def all_gather_object(self, value: T, kinds: Sequence[type] = ()) -> list[T]:
         """Gather one value per rank, in rank order. Values are numbers, text, containers, CPU tensors, and dataclasses

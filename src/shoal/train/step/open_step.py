@@ -137,7 +137,7 @@ def _agreed(state: RunState, weight: float, num_samples: float, counted: Counted
     if state.parallel_model is not None:
         state.parallel_model.begin_step(state.steps_done)
     if counted is None:
-        agreed = state.world.all_reduce_host([weight, num_samples, *state.signals.values()])
+        agreed = state.world.sum_of_step([weight, num_samples, *state.signals.values()])
         return {"agreed": agreed, "signals": tuple(state.signals)}
     counted.check(weight * state.gradient_degree / state.degree, num_samples)
     repeats = state.world.size / state.gradient_degree, state.world.size / state.degree
