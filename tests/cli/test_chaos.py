@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -38,6 +39,18 @@ def test_interrupted_it_leaves_nothing(host: Host, tmp_path: Path) -> None:
     assert started.wait() == 130, started.said
     assert not any(Path("/tmp").glob(pattern))
     wait_until(lambda: not _commands(tmp_path), 5)
+
+
+def test_killed_it_leaves_no_run(host: Host, tmp_path: Path) -> None:
+    started = host.start(*SHORT, "--steps", "100000", "--faults", "1", "--kinds", "stop", cwd=tmp_path)
+    pattern = f"shoal-chaos-{started.pid}-*"
+    until(lambda: any(Path("/tmp").glob(f"{pattern}/disturbed/steps.jsonl")), started)
+    (folder,) = Path("/tmp").glob(pattern)
+    assert len(_commands(tmp_path)) > 1
+    os.kill(started.pid, signal.SIGKILL)
+    wait_until(lambda: not _commands(tmp_path), 20)
+    assert started.wait() == -signal.SIGKILL
+    shutil.rmtree(folder)
 
 
 def _commands(folder: Path) -> list[str]:

@@ -151,7 +151,7 @@ class World:
 
         def finish() -> list[float]:
             work.wait()
-            return tensor.tolist()  # type: ignore[no-any-return]
+            return tensor.tolist()
 
         return HostReduction(finish)
 

@@ -12,7 +12,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from shoal.launch.hosts.lifetime import die_with_parent
 
 Main = Callable[[Sequence[str]], int]
 """The command line in this process: words → exit code."""
@@ -50,21 +53,25 @@ def start_process(
 ) -> Process:
     """Start `shoal WORDS`; its output is appended to files.
 
-    A process in which torch is loaded forks (`main`), since another import would take seconds.
+    A process in which torch is loaded forks (`main`), since another import would take seconds. Either ends with this
+    process.
     """
     with out.open("ab") as to_out, err.open("ab") as to_err:
         if main is None or prefix:
             command = [*prefix, sys.executable, "-m", "shoal", *words]
             full = {**os.environ, **environ}
             started = subprocess.Popen(
-                command, env=full, stdin=subprocess.DEVNULL, stdout=to_out, stderr=to_err, start_new_session=True
-            )
+                command, env=full, stdin=subprocess.DEVNULL, stdout=to_out, stderr=to_err, start_new_session=True,
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )  # fmt: skip
             started.returncode = 0  # it is waited for here, not by its destructor
             return Process(started.pid)
+        drill = os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks
             child = os.fork()
         if child == 0:
+            die_with_parent(drill)
             _be(main, words, environ, (to_out.fileno(), to_err.fileno()))
         return Process(child)
 

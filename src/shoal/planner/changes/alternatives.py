@@ -99,11 +99,12 @@ def _why_illegal(task: Task, plan: Plan) -> str:
 
 
 def why_larger(task: Task, best: PeakMemory, other: PeakMemory) -> str:
-    """Name the cause that grew most, and the total beside the limit."""
+    """The total beside the limit, and the causes that make a tenth or more of the growth, the largest first."""
     causes = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits")
-    grown = max(causes, key=lambda cause: getattr(other, cause) - getattr(best, cause))
-    more = (getattr(other, grown) - getattr(best, grown)) / 2**30
-    return f"{other.total / 2**30:.1f} of {task.memory_limit / 2**30:.1f} GiB ({grown} {more:+.1f})"
+    growth = {cause: getattr(other, cause) - getattr(best, cause) for cause in causes}
+    large = sorted((cause for cause in causes if growth[cause] > 0.1 * sum(growth.values())), key=growth.__getitem__)
+    listed = ", ".join(f"{cause} {growth[cause] / 2**30:+.1f}" for cause in reversed(large))
+    return f"{other.total / 2**30:.1f} of {task.memory_limit / 2**30:.1f} GiB ({listed})"
 
 
 def cause_of(best: Prediction, other: Prediction) -> str:
