@@ -240,7 +240,6 @@ REJECTED = {
 OTHER_TRAFFIC: dict[tuple[str, str], str] = {
     **{(kind, "zero=3"): "cannot be traced" for kind in ("dbrx", "jetmoe", "deberta-v2")},
     ("dbrx", "cp=2"): "cannot be traced",
-    **{(kind, "zero=3"): "gradients of unused parameters are predicted" for kind in ("esm", "fnet", "dinov2")},
     **{(kind, "zero=3"): "has parameters in no module that runs" for kind in ("wav2vec2",)},
     ("albert", "zero=3"): "a block that runs twice is gathered twice",
     **{(kind, "zero=3"): "more is predicted than gathered; not explained" for kind in PAIRS},

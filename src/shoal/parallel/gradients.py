@@ -61,13 +61,29 @@ def norm_of_whole(
 
 
 def norm_of_pieces(
-    counted: list[Tensor], named: Mapping[str, nn.Parameter], mesh: Mesh, group: dist.ProcessGroup | None
-) -> Tensor:
+    counted: list[Tensor],
+    named: Mapping[str, nn.Parameter],
+    mesh: Mesh,
+    group: dist.ProcessGroup | None,
+    zero_sum: float | None = None,
+) -> tuple[Tensor, bool | None]:
     """The global norm over the pieces of all ranks of a group; None: of all ranks. `counted`: norms of those pieces of
-    this rank that no rank before it counts."""
+    this rank that no rank before it counts.
+
+    `zero_sum`: a number whose sum over all ranks has to be 0. Returned as well is whether it was; None where a device
+    knows it and the host would have to wait: then the norm is NaN if it was not, so that no update is made.
+    """
     square = global_norm(counted).to(mesh.device) ** 2 if counted else _zero(named, mesh)
-    dist.all_reduce(square, group=group)
-    return square.sqrt()
+    if zero_sum is None:
+        dist.all_reduce(square, group=group)
+        return square.sqrt(), None
+    numbers = torch.full((2,), zero_sum, dtype=torch.float64, device=mesh.device)
+    numbers[0] = square
+    dist.all_reduce(numbers, group=group)
+    norm = numbers[0].sqrt().to(square.dtype)
+    if mesh.device.type == "cpu":
+        return norm, float(numbers[1]) == 0.0
+    return torch.where(numbers[1] == 0, norm, torch.nan), None
 
 
 def _zero(named: Mapping[str, nn.Parameter], mesh: Mesh) -> Tensor:

@@ -14,6 +14,7 @@ tied        (pp) two stages that hold one parameter, each its own copy: both get
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -172,6 +173,7 @@ class ParallelModel:
     def begin_step(self, step: int) -> None:
         """Before the forwards of a step; steps count from 0."""
         self.replicas.begin_step(step)
+        self.shards.begin_step(step)
 
     @contextmanager
     def begin_microbatch(self, *, is_last: bool) -> Iterator[None]:
@@ -205,8 +207,25 @@ class ParallelModel:
             norm = norm_of_whole(self.norms, self.named, parameters, self.mesh)
         else:
             counted = [self.norms[name] for name in self._counted if name in self.norms]
-            norm = norm_of_pieces(counted, self.named, self.mesh, self.replicas.norm_group(self.mesh))
+            group = self.replicas.norm_group(self.mesh)
+            norm, is_same = norm_of_pieces(counted, self.named, self.mesh, group, self._weighted_use())
+            if self.shards.use is not None and is_same is False:
+                self.shards.use.reject(self.named, self.plan.zero or 0)
+            if self.shards.use is not None:
+                self.shards.use.drop_zeros()
         return self.replicas.agree_on_norm(norm, self.mesh, step=self._step, scale=scale, clip=clip)
+
+    def _weighted_use(self) -> float | None:
+        """This rank's digest of the parameters that had gradients, times a weight: over ranks that have to use the same
+        ones, weights sum to 0, and so do equal digests times them. None: ranks need not use the same."""
+        if self.shards.use is None:
+            return None
+        layout, at = self.plan.layout, self.mesh.coordinate
+        axes = ["dp_shard", "cp", *(["dp_replicate"] if self.local_sgd is None else [])]
+        others = math.prod(getattr(layout, axis) for axis in axes) - 1
+        is_first = all(at[axis] == 0 for axis in axes)
+        scale = 1 + at["tp"] + layout.tp * at["pp"]  # else differences of two stages could cancel
+        return float(self.shards.use.digest * scale * (others if is_first else -1))
 
     def commit(self, is_applied: Tensor | bool) -> None:
         """The update was made, or dropped."""

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import is_fsdp
 from shoal.parallel.data.gradient_sync import GradientSync
+from shoal.parallel.data.parameter_use import ParameterUse
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -80,6 +81,14 @@ class FSDPSync(GradientSync):
     models: Sequence[nn.Module]
     """The model; in a pipeline, those of this rank's stages."""
     zero: int
+
+    def __post_init__(self) -> None:
+        self.use: ParameterUse | None = ParameterUse(self.models)
+
+    def begin_step(self, step: int) -> None:
+        """Begin to note which parameters have gradients."""
+        assert self.use is not None
+        self.use.begin_step()
 
     def microbatch(self, is_last: bool) -> AbstractContextManager[None]:
         """The backward reduces gradients, and lets go of gathered parameters, as this stage of ZeRO says."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from shoal.comm.mesh import Mesh
 from shoal.comm.replicas.overlap import Overlap
 from shoal.parallel.data.bucket_averager import CommThreads
+from shoal.parallel.data.parameter_use import ParameterUse
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -32,6 +33,8 @@ class GradientSync:
 
     keeps_nonfinite: bool = False
     """Whether updates are made whatever the gradient is: then ranks need not agree whether it is finite."""
+    use: ParameterUse | None = None
+    """Which parameters had gradients, where ranks have to use the same ones; None: they need not."""
 
     def begin_step(self, step: int) -> None:
         """Before the forwards of a step; steps count from 0."""

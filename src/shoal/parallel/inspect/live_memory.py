@@ -12,13 +12,13 @@ import resource
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.numerics.local_tensor import is_fsdp, to_local
+from shoal.numerics.local_tensor import to_local
+from shoal.parallel.data.parameter_use import parameter_groups
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.predict.exact.state_memory import Memory
 
@@ -59,22 +59,11 @@ def _gradients_in_flight(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     These are unsharded ones in the precision in which they will be reduced, and shards that are not yet summed over
     replicas. torch has no public access to either; a test fails if the private one changes.
     """
-    units = {unit for module in modules for unit in module.modules() if is_fsdp(unit)}
-    for unit in units:
-        state: Any = unit._get_fsdp_state()
-        for group in _param_groups(state):
-            waiting = (parameter.unsharded_accumulated_grad for parameter in group.fsdp_params)
-            yield from (gradient for gradient in waiting if gradient is not None)
-            if group._partial_reduce_output is not None:
-                yield group._partial_reduce_output
-
-
-def _param_groups(state: Any) -> list[Any]:
-    """Return the groups of a unit: one in torch up to 2.11, a list after that."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
+    for group in parameter_groups(modules):
+        waiting = (parameter.unsharded_accumulated_grad for parameter in group.fsdp_params)
+        yield from (gradient for gradient in waiting if gradient is not None)
+        if group._partial_reduce_output is not None:
+            yield group._partial_reduce_output
 
 
 def peak_bytes(device: torch.device) -> int:

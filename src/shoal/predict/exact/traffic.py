@@ -338,6 +338,7 @@ def over_world(step: Step, loss: LossTraffic) -> Iterator[Message]:
     if loss.host_numbers and loss.compares_samples:
         yield "world", "all_reduce", 1, HOST_BYTES * DEFERRED_NUMBERS
     if plan.is_sharded or step.is_pipeline or plan.layout.tp > 1:
-        yield "world", "all_reduce", 1, step.sizes.weight
+        # Of shards, the square of the norm, and whether all ranks have used the same parameters.
+        yield "world", "all_reduce", 1, 2 * HOST_BYTES if plan.is_sharded else step.sizes.weight
     if routers:
         yield "world", "all_reduce", 1, len(routers) * (max(r.num_experts for r in routers) + 2) * HOST_BYTES
