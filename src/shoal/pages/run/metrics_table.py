@@ -11,13 +11,13 @@ from operator import itemgetter, lt
 from types import NoneType
 from typing import Any
 
-AXES = ("tp", "cp", "ep", "pp", "dp_shard", "dp_replicate")
-"""Axes whose communication some steps time."""
+from shoal.blueprint.layout import GROUP_AXES
+
 COLUMNS = (
     *("loss", "grad_norm", "lr", "tokens", "step_seconds", "data_wait_seconds", "tokens_per_s", "mfu", "memory_gib"),
     *("comm_seconds", "comm_overlap_fraction", "straggler_rank", "straggler_late_seconds", "straggler_cost_fraction"),
     *("expert_load_max", "expert_dropped_fraction", "auxiliary_loss", "loss_scale"),
-    *(f"{key}_{axis}" for axis in AXES for key in ("comm_seconds", "comm_overlap_fraction")),
+    *(f"{key}_{axis}" for axis in GROUP_AXES for key in ("comm_seconds", "comm_overlap_fraction")),
 )
 """Keys that are read; docs/metrics.md says what they are."""
 TOGETHER = 4_000

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shoal.pages.run.metrics_table import AXES, MetricsTable, are_finite
+from shoal.blueprint.layout import GROUP_AXES
+from shoal.pages.run.metrics_table import MetricsTable, are_finite
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def time_parts(table: MetricsTable, start: int, stop: int) -> TimeParts | None:
 
 def _communication(table: MetricsTable, start: int, stop: int, mean: float) -> tuple[float | None, float | None]:
     """The exposed and the hidden fraction: not every step is timed, so means are compared."""
-    every = [_seconds(table, f"_{axis}", start, stop) for axis in AXES]
+    every = [_seconds(table, f"_{axis}", start, stop) for axis in GROUP_AXES]
     if not any(every):  # an older run: that of replicas alone
         every = [_seconds(table, "", start, stop)]
     known = [each for each in every if each is not None]
@@ -76,9 +77,11 @@ def _timed(table: MetricsTable, axis: str, start: int, stop: int) -> Iterator[tu
 
 
 def hidden_by_axis(table: MetricsTable) -> dict[str, tuple[float, float]]:
-    """Axis → seconds of a step in which it communicates, and the hidden fraction of them, without the first fifth."""
-    every = {axis: _seconds(table, f"_{axis}", table.warmup, len(table.steps)) for axis in AXES}
-    return {axis: (each[0], 1 - each[1] / each[0]) for axis, each in every.items() if each is not None and each[0] > 0}
+    """Axis → seconds of a step in which it communicates, and the hidden fraction of them, without the first fifth; the
+    axis that communicates longest comes first."""
+    every = {axis: _seconds(table, f"_{axis}", table.warmup, len(table.steps)) for axis in GROUP_AXES}
+    known = {axis: each for axis, each in every.items() if each is not None and each[0] > 0}
+    return {axis: (s, 1 - exposed / s) for axis, (s, exposed) in sorted(known.items(), key=lambda one: -one[1][0])}
 
 
 def whole_run(table: MetricsTable) -> TimeParts | None:
@@ -101,5 +104,5 @@ def over_time(table: MetricsTable, number: int = 48) -> list[TimeParts]:
 
 def _has_timed(table: MetricsTable, start: int, stop: int) -> bool:
     """Whether a step between two rows has timed its communication, of any axis."""
-    known = [axis for axis in ("", *(f"_{each}" for each in AXES)) if f"comm_seconds{axis}" in table.columns]
+    known = [axis for axis in ("", *(f"_{each}" for each in GROUP_AXES)) if f"comm_seconds{axis}" in table.columns]
     return any(True for axis in known for _ in _timed(table, axis, start, stop))

@@ -182,7 +182,9 @@ class StepMetrics:
             return {}
         found = dict(self.overlap.last)
         if report.overlap is not None:
-            found["dp_replicate"] = AxisTime(report.overlap.seconds, report.overlap.exposed)
+            divides_tokens = "cp" in self.run.composed.sync_axes and self.run.plan.layout.cp > 1
+            axis = "dp_cp" if divides_tokens else "dp_replicate"
+            found[axis] = AxisTime(report.overlap.seconds, report.overlap.exposed)
         return found
 
     def _of_axes(self, axes: dict[str, AxisTime]) -> Record:
