@@ -89,7 +89,16 @@ def test_bookkeeping_may_differ(tmp_path: Path) -> None:
     names = {"_name_or_path": "x", "transformers_version": "4.30.0", "torch_dtype": "float16", "unsloth_fixed": True}
     training = {"attention_dropout": 0.1, "use_cache": False, "initializer_range": 0.5, "pad_token_id": 3}
     others = {"architectures": ["LlamaModel"], "id2label": {"0": "a"}, "pretraining_tp": 2, "temperature": 0.6}
-    check(saved(tmp_path / "ours"), saved(tmp_path / "theirs", **names, **training, **others))
+    unknown = {"use_mrope": False, "scale_factor": None}
+    check(saved(tmp_path / "ours"), saved(tmp_path / "theirs", **names, **training, **others, **unknown))
+
+
+def test_a_key_that_only_the_other_file_has_is_not_to_be_set(tmp_path: Path) -> None:
+    """--model.KEY takes keys of the model's own config."""
+    ours, theirs = saved(tmp_path / "ours"), saved(tmp_path / "theirs", layer_scale=2.0)
+    with rejects("C051", "model.layer_scale must be 2.0", "got null") as caught:
+        check(ours, theirs)
+    assert "layer_scale" not in caught.value.problems[0].fix
 
 
 def test_an_older_file_of_the_same_config_is_taken(tmp_path: Path) -> None:

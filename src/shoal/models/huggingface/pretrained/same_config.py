@@ -94,7 +94,8 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
     has_type = "rope_type" in ours and "rope_type" in theirs  # older files have it as `type`, too
     for key in sorted({*map(str, ours), *map(str, theirs)}):
         value, other = _plain(ours.get(key)), _plain(theirs.get(key))
-        if IGNORED.fullmatch(key) or value == other or (key == "type" and has_type):
+        is_off = key not in (ours.keys() & theirs.keys()) and not value and not other  # in one file, and false there
+        if IGNORED.fullmatch(key) or value == other or is_off or (key == "type" and has_type):
             continue
         if isinstance(value, dict) and isinstance(other, dict):
             yield from ((f"{key}.{inner}", *pair) for inner, *pair in _differences(value, other))
@@ -112,8 +113,10 @@ def _shown(value: Any) -> str:
 
 
 def _kept(key: str, ours: Mapping[str, Any]) -> str:
-    """How to say that our value is meant; a config inside has too many values to type."""
+    """How to say that our value is meant; empty for a key that the config has not, and for a config inside."""
     value = ours.get(key)
+    if key not in ours:
+        return ""
     typed = _NO_POINT.sub(r"\1.0e", json.dumps(value, default=str))
     has_none = "Infinity" in typed or "NaN" in typed  # no YAML
     if len(typed) > MOST_TYPED or has_none or (isinstance(value, dict) and "model_type" in value):
