@@ -156,3 +156,19 @@ def test_a_classifier_keeps_no_random_head() -> None:
     for targets in ("all-linear", ["q_proj"]):
         with rejects("L008", "LlamaForSequenceClassification"):
             shoal.lora(model, rank=2, targets=targets)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["c_attn"], ["lm_head2"], r".*c_fc"])
+def test_a_model_without_layers_for_lora_is_told_why(targets: str | list[str]) -> None:
+    """No fix names its head, which gets no LoRA, or the value that has failed."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    with rejects("L003", "c_attn, c_proj, c_fc are Conv1D", "without shoal.lora") as caught:
+        shoal.lora(transformers.GPT2LMHeadModel(config), rank=2, targets=targets)
+    assert "targets=" not in str(caught.value)
+
+
+def test_a_fix_names_layers_that_get_lora() -> None:
+    with rejects("L003", "lm_heads", "_proj") as caught:
+        shoal.lora(llama(), targets=["lm_heads"])
+    assert "lm_head" not in caught.value.problems[0].fix

@@ -29,7 +29,7 @@ def layouts(task: Task, required: Plan) -> Iterator[dict[str, Any]]:
     """Yield all legal degrees, with each ZeRO stage, from simple to composed."""
     model, world = task.workload, task.cluster.num_devices
     for tp in degrees_of(world, required.tp, partial(can_split, model)):
-        for pp in degrees_of(world // tp, required.pp, lambda pp: pp <= max(1, model.layers)):
+        for pp in degrees_of(world // tp, required.pp, partial(can_stage, model)):
             for cp in degrees_of(world // tp // pp, required.cp, partial(can_cut, task, tp)):
                 dp = world // (tp * pp * cp)
                 if dp <= task.global_batch and task.global_batch % dp == 0:
@@ -55,7 +55,7 @@ def _groups(dp: int, zero: int) -> list[int]:
 
 
 def _expert_degrees(model: Workload, required: int | None, shared: int, zero: int) -> list[int]:
-    if not model.experts or zero == 0:
+    if not model.experts or zero == 0 or model.is_left_out("ep"):
         return [1] if required in (None, 1) else []
     return [ep for ep in divisors(shared) if model.experts % ep == 0 and required in (None, ep)]
 
@@ -69,7 +69,14 @@ def can_split(model: Workload, tp: int) -> bool:
     """Whether tp divides heads and features. A model that is not a transformer does not say how to split it."""
     if tp == 1:
         return True
-    return model.is_transformer and not any(size % tp for size in (model.heads, model.kv_heads, model.ffn))
+    if not model.is_transformer or model.is_left_out("tp"):
+        return False
+    return not any(size % tp for size in (model.heads, model.kv_heads, model.ffn))
+
+
+def can_stage(model: Workload, pp: int) -> bool:
+    """Whether there is a layer for each stage, in blocks that a pipeline can have."""
+    return pp == 1 or (pp <= model.layers and not model.is_left_out("pp"))
 
 
 def can_cut(task: Task, tp: int, cp: int) -> bool:
@@ -77,7 +84,8 @@ def can_cut(task: Task, tp: int, cp: int) -> bool:
     if cp == 1:
         return True
     enough = task.sequence // cp >= LEAST_TOKENS
-    return task.workload.is_transformer and enough and task.sequence % (2 * cp * tp) == 0
+    is_known = task.workload.is_transformer and not task.workload.is_left_out("cp")
+    return is_known and enough and task.sequence % (2 * cp * tp) == 0
 
 
 def largest_microbatch(task: Task, share: int) -> int:

@@ -80,6 +80,8 @@ def check_axes(task: Task, required: Plan, spelling: Spelling) -> Iterator[Probl
     for axis, value in given.items():
         if legal[axis] and value not in legal[axis]:
             what = f"no plan for {task.workload.name} on {task.cluster} has {axis}={value}"
+            why = dict(task.workload.left_out).get(axis)
+            what += f": it {why}" if why and value > 1 else ""
             yield Problem("Q008", what, spelling.say(axis, listed(legal[axis])))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.predict.left_out_axes import left_out_axes
 from shoal.predict.workload import Latent, Workload
 from shoal.safe_parsing import parse_json, read_text
 
@@ -47,7 +49,8 @@ def workload_from_config(path: Path) -> Workload:
     config = parse_json(text, str(path), fix)
     if not isinstance(config, Mapping):
         raise ShoalError(f"{path} holds no keys and values", fix="the config.json of a Hugging Face model", code="Q022")
-    return from_hugging_face(config, name=str(config.get("_name_or_path") or path.parent.name or path.stem))
+    found = from_hugging_face(config, name=str(config.get("_name_or_path") or path.parent.name or path.stem))
+    return replace(found, left_out=left_out_axes(str(config.get("model_type", ""))))
 
 
 def from_hugging_face(config: Mapping[str, Any], *, name: str) -> Workload:

@@ -99,6 +99,8 @@ class Workload:
     blocks: tuple[Block, ...] = ()
     sequence: int = 0
     """The usual length of a sequence, where the model says one."""
+    left_out: tuple[tuple[str, str], ...] = ()
+    """Axes that a run of this architecture would reject, each with the reason."""
 
     def __post_init__(self) -> None:
         if self.blocks:
@@ -142,6 +144,10 @@ class Workload:
     def is_transformer(self) -> bool:
         """Whether it is given by dimensions."""
         return not self.blocks
+
+    def is_left_out(self, axis: str) -> bool:
+        """Whether a run would reject more than one rank of an axis."""
+        return any(axis == name for name, _ in self.left_out)
 
     @cached_property
     def sparse_layers(self) -> int:

@@ -17,9 +17,11 @@ from shoal.parallel.lora.quantize import quantized_layers
 UNCALLED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """Modules of torch that may read the weights of their layers without calling them."""
 ALL_LINEAR = "all-linear"
+"""Every linear layer except the head."""
+TRANSPOSED = "Conv1D"
+"""The class of GPT-2's linear layers, whose weight has its inputs first."""
 CLASSIFIERS = "Classification|QuestionAnswering|MultipleChoice|Regression"
 """In the name of a class of transformers: it has a head that begins with random weights."""
-"""Every linear layer except the head."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -86,10 +88,10 @@ def _chosen(model: nn.Module, layers: dict[str, nn.Linear], targets: str | Seque
     else:
         unknown = [target for target in targets if not any(_ends_with(name, target) for name in layers)]
         if unknown:
-            raise _without_target(unknown[0], layers)
+            raise _without_target(model, unknown[0], layers)
         found = {name: layer for name, layer in layers.items() if any(_ends_with(name, one) for one in targets)}
     if not found:
-        raise _without_target(str(targets), layers)
+        raise _without_target(model, str(targets), layers)
     for name, layer in found.items():
         if name == head or layer is head:
             raise ShoalError(
@@ -137,15 +139,22 @@ def _ends_with(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _without_target(target: str, layers: dict[str, nn.Linear]) -> ShoalError:
-    known = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+def _without_target(model: nn.Module, target: str, layers: dict[str, nn.Linear]) -> ShoalError:
+    head = _head_of(model)
+    known = list(dict.fromkeys(_last(name) for name, one in layers.items() if name != head and one is not head))
     some = ", ".join(known[:8]) or "none"
-    near = nearest(target, known) or next(iter(known), None)
-    return ShoalError(
-        f"LoRA targets must name linear layers of the model ({some}), got {target!r}",
-        fix=f'targets=["{near}"], or targets="all-linear"' if near else "a model with nn.Linear layers",
-        code="L003",
-    )
+    what = f"LoRA targets must name linear layers of the model ({some}), got {target!r}"
+    others = list(dict.fromkeys(_last(name) for name, one in model.named_modules() if type(one).__name__ == TRANSPOSED))
+    if others and (not known or _last(target) in others):
+        what += f"; its {', '.join(others[:8])} are {TRANSPOSED} of transformers, which get no LoRA"
+    fix = "train the whole model, without shoal.lora (without --model.lora)"
+    if near := nearest(target, known) or next(iter(known), None):
+        fix = f'targets=["{near}"]' + ', or targets="all-linear"' * (target != ALL_LINEAR)
+    return ShoalError(what, fix=fix, code="L003")
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _adapt(layer: nn.Linear, rank: int, scale: float, dropout: float) -> None:

@@ -35,6 +35,9 @@ def alternatives(task: Task, best: Prediction) -> list[Rejected]:
         found.append(
             Rejected("tp, cp", "", "left out: the model does not say its heads, so it is not known what divides")
         )
+    for reason in dict.fromkeys(reason for _, reason in task.workload.left_out):
+        axes = ", ".join(axis for axis, why in task.workload.left_out if why == reason)
+        found.append(Rejected(axes, "", f"left out, a run rejects it: {task.workload.name} {reason}"))
     return found
 
 
@@ -43,6 +46,8 @@ def single_changes(task: Task, plan: Plan) -> Iterator[tuple[str, dict[str, Any]
     data = {"dp_shard": None, "dp_replicate": None}
     by_heads = ("tp", "cp") if task.workload.is_transformer else ()
     for axis in ("pp", *by_heads, *(("ep",) if task.workload.experts else ())):
+        if task.workload.is_left_out(axis):
+            continue
         degree = getattr(plan, axis) or 1
         for other in (degree * 2, degree // 2):
             if other >= 1:

@@ -25,6 +25,7 @@ from shoal.config.pretrained_folder import folder_of
 from shoal.errors import ShoalError, listed, nearest, needs
 from shoal.models.huggingface.pretrained.batches import for_recipes, pixel_rule, task_of
 from shoal.models.huggingface.pretrained.folder import config_of, with_floats
+from shoal.models.huggingface.pretrained.same_config import Origin
 from shoal.numerics.fp8.convert import silence
 
 INITS = ("weights", "random")
@@ -58,6 +59,7 @@ def build(name: str, *, init: str = "weights", trust_remote_code: Any = False, *
     kind: Any = type(model)
     model.__class__ = for_recipes(kind, task)
     model.twin = twin
+    model.origin = Origin(folder, config, changes)
     model.pixel_rule = pixel_rule(folder) if task == "image class" else None
     return model  # type: ignore[no-any-return]
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.huggingface import read
+from shoal.checkpoint.formats.huggingface import CONFIG, read
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
 from shoal.config.pretrained_folder import folder_of
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.models.huggingface.pretrained.conversion import ignored, to_model
 from shoal.models.huggingface.pretrained.folder import config_of, has_weights, no_weights
+from shoal.models.huggingface.pretrained.same_config import other_config
 
 FLOATS = ("F64", "F32", "BF16", "F16")
 MOST_SHOWN = 4
@@ -35,8 +36,10 @@ def weights_of(model: Any, folder: Path) -> dict[str, LazyTensor]:
     other shapes, or belong to no module."""
     if not has_weights(folder):
         raise no_weights(folder)
-    if (folder / "config.json").is_file():
+    if (folder / CONFIG).is_file():
         config_of(folder)  # rejects quantized weights
+        if (origin := getattr(model, "origin", None)) is not None:  # a model of a script has a config of its own
+            raise_if(other_config(origin, folder))
     in_files = read(folder)
     try:
         found, unexpected = to_model(model, in_files)
@@ -115,7 +118,7 @@ def _misfits(model: Any, folder: Path, found: Mapping[str, LazyTensor], strange:
 
 def _unchanged(model: Any, folder: Path) -> str:
     """The flags that give settings under `model:` the values of config.json again."""
-    if not (folder / "config.json").is_file():
+    if not (folder / CONFIG).is_file():
         return ""
     made = model.config.to_dict()
     saved = {key: value for key, value in config_of(folder).items() if type(value) in (int, bool) and key in made}
