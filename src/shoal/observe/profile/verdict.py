@@ -89,10 +89,10 @@ def judge(
 
 
 def _beside(found: Verdict, predicted: Mapping[str, float]) -> str:
-    """What was predicted of the same part: `; predicted 19%`."""
+    """What was predicted of the same part: `; predicted 19%`. Empty: nothing was, as of exchanges of all ranks."""
     name = f"{found.axis}.{WIRE}" if found.kind == "link" else found.kind
-    is_predicted = found.kind in ("link", BUBBLE, "recompute") and bool(predicted)
-    return f"; predicted {predicted.get(name, 0.0) / sum(predicted.values()):.0%}" if is_predicted else ""
+    is_predicted = found.kind in ("link", BUBBLE, "recompute") and name in predicted
+    return f"; predicted {predicted[name] / sum(predicted.values()):.0%}" if is_predicted else ""
 
 
 def _candidates(ranks: Sequence[RankParts], shares: Mapping[str, float]) -> Iterator[Verdict]:

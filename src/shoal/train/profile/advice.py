@@ -98,14 +98,14 @@ class Advice:
 def parts_of(time: StepTime, recipe: Recipe) -> dict[str, float]:
     """A predicted step in the parts of a profile. A forward takes half as long as a backward."""
     causes = time.causes()
-    compute, again = sum(causes[name] for name in COMPUTE), recipe.plan.recompute == "full"
+    plan = recipe.plan
+    compute, again = sum(causes[name] for name in COMPUTE), plan.recompute == "full"
     passes = 4 if again else 3
-    data = "dp_shard" if recipe.plan.zero else "dp_replicate"
     found = {
         "forward": compute / passes,
         "backward": compute * 2 / passes,
         "recompute": compute / passes if again else 0.0,
-        **_waits(causes, data),
+        **_waits(causes, plan.shard_axis if plan.is_sharded else plan.gradient_axis),
         "bubble": causes["bubble"],
         "optimizer": causes["optimizer"] + causes["offload"],
         "other": causes["fixed"],

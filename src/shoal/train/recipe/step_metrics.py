@@ -182,8 +182,7 @@ class StepMetrics:
             return {}
         found = dict(self.overlap.last)
         if report.overlap is not None:
-            divides_tokens = "cp" in self.run.composed.sync_axes and self.run.plan.layout.cp > 1
-            axis = "dp_cp" if divides_tokens else "dp_replicate"
+            axis = "dp_replicate" if self.run.composed.is_sharded else self.run.plan.gradient_axis
             found[axis] = AxisTime(report.overlap.seconds, report.overlap.exposed)
         return found
 

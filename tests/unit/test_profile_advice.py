@@ -1,0 +1,41 @@
+"""A profile shows a prediction beside the part that it is of, and none beside parts that were not predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.blueprint.plan import Plan
+from shoal.config.load import load_recipe
+from shoal.observe.profile.verdict import Verdict, _beside
+from shoal.train.profile.advice import Advice
+
+TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+
+
+@pytest.mark.parametrize(
+    ("plan", "axis"),
+    [
+        ("zero=3", "dp_shard"),
+        ("zero=3 cp=2", "dp_shard_cp"),
+        ("zero=0 cp=2", "dp_cp"),
+        ("dp_replicate=4", "dp_replicate"),
+        ("dp_replicate=2 dp_shard=2 zero=3", "dp_shard"),
+    ],
+)
+def test_messages_of_gradients_are_predicted_on_their_axis(plan: str, axis: str) -> None:
+    recipe = load_recipe(TINY)
+    recipe = recipe.model_copy(update={"plan": Plan.parse(plan).resolve(4)})
+    predicted = Advice(recipe).predicted
+    assert {name for name in predicted if name.startswith("dp")} == {f"{axis}.wire"}
+    share = predicted[f"{axis}.wire"] / sum(predicted.values())
+    link = Verdict(kind="link", cost=0.5, evidence="", axis=axis)
+    assert _beside(link, predicted) == f"; predicted {share:.0%}"
+
+
+def test_nothing_is_said_of_a_part_that_was_not_predicted() -> None:
+    predicted = {"forward": 1.0, "dp_shard.wire": 1.0}
+    assert _beside(Verdict(kind="link", cost=0.5, evidence="", axis="world"), predicted) == ""
+    assert _beside(Verdict(kind="recompute", cost=0.5, evidence=""), predicted) == ""
+    assert _beside(Verdict(kind="link", cost=0.5, evidence="", axis="dp_shard"), {}) == ""
