@@ -96,6 +96,10 @@ def _beside(found: Verdict, predicted: Mapping[str, float]) -> str:
 
 
 def _candidates(ranks: Sequence[RankParts], shares: Mapping[str, float]) -> Iterator[Verdict]:
+    slow_stage = _slow_stage(ranks, shares)
+    if slow_stage is not None:
+        yield slow_stage
+        shares = {**shares, BUBBLE: max(0.0, shares[BUBBLE] - slow_stage.cost * (1 - 1 / len(ranks)))}
     for name, kind, words in (
         ("data", "data", "of a step is spent waiting for batches"),
         (BUBBLE, BUBBLE, "of a step the stages of the pipeline wait for each other"),
@@ -107,6 +111,25 @@ def _candidates(ranks: Sequence[RankParts], shares: Mapping[str, float]) -> Iter
     yield from _links(ranks, shares)
     yield from _late(ranks)
     yield from _cores(ranks)
+
+
+def _slow_stage(ranks: Sequence[RankParts], shares: Mapping[str, float]) -> Verdict | None:
+    """A rank of a pipeline that is busy for longer than the others: they wait for that, and not for the schedule alone.
+    None: stages are alike, or the schedule is the larger part of the bubble."""
+    if len(ranks) < 2 or not shares.get(BUBBLE):
+        return None
+    busy = {
+        rank.record.rank: sum(seconds for name, seconds in mean([rank]).items() if "." not in name and name != BUBBLE)
+        for rank in ranks
+    }
+    slowest = max(busy, key=busy.__getitem__)
+    more = busy[slowest] - statistics.fmean(seconds for rank, seconds in busy.items() if rank != slowest)
+    cost = more / statistics.fmean(sum(rank.seconds) / len(rank.steps) for rank in ranks)
+    if cost * (1 - 1 / len(ranks)) < shares[BUBBLE] / 2:
+        return None
+    part, longer = _excess(ranks, slowest)
+    evidence = f"rank {slowest} is busy for {more * 1e3:.0f} ms of a step more than the other stages, which wait for it"
+    return Verdict(kind="straggler", rank=slowest, cost=cost, evidence=f"{evidence} ({longer * 1e3:.0f} ms in {part})")
 
 
 def _idle(shares: Mapping[str, float], utilization: float | None) -> Iterator[Verdict]:
@@ -141,9 +164,10 @@ def _late(ranks: Sequence[RankParts]) -> Iterator[Verdict]:
         return
     total = statistics.fmean(sum(rank.seconds) for rank in ranks)
     costs: dict[int, float] = defaultdict(float)
+    waits = {rank.record.rank: rank.late_for for rank in ranks}
     for rank in ranks:
         for last, seconds in rank.late_for.items():
-            costs[last] += seconds / (len(ranks) - 1) / total
+            costs[_first_cause(last, seconds, waits)] += seconds / (len(ranks) - 1) / total
     ordered = sorted(((cost, rank) for rank, cost in costs.items()), reverse=True)
     if not ordered:
         return
@@ -152,13 +176,26 @@ def _late(ranks: Sequence[RankParts]) -> Iterator[Verdict]:
         part, more = _excess(ranks, slowest)
         which = f", which spends {more * 1e3:.0f} ms more in {part}" if more > 0 else ""
         evidence = f"the other ranks wait {cost:.0%} of a step for rank {slowest}{which}"
-        if part == SAVE and more > 0:
-            yield Verdict(kind="saving", cost=cost, evidence=evidence)
+        if part in (SAVE, "data") and more > 0:
+            yield Verdict(kind="saving" if part == SAVE else "data", cost=cost, evidence=evidence)
             return
         yield Verdict(kind="straggler", rank=slowest, cost=cost, evidence=evidence)
     else:
         together = sum(cost for cost, _ in ordered)
         yield Verdict(kind="jitter", cost=together, evidence=f"ranks are late in turns, {together:.0%} of a step")
+
+
+def _first_cause(last: int, seconds: float, waits: Mapping[int, Mapping[int, float]]) -> int:
+    """The rank because of which `last` was late: itself, or one that it has waited for in turn, along another axis. That
+    one has waited for none itself; ranks that are late in turns have all waited."""
+    seen, cause = {last}, last
+    while waits.get(cause):
+        following = max(waits[cause], key=waits[cause].__getitem__)
+        if following in seen or waits[cause][following] < seconds / 2:
+            break
+        seen.add(following)
+        cause = following
+    return cause if sum(waits.get(cause, {}).values()) < seconds / 2 else last
 
 
 def _excess(ranks: Sequence[RankParts], slowest: int) -> tuple[str, float]:
