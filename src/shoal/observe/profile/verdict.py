@@ -186,7 +186,7 @@ def _late(ranks: Sequence[RankParts]) -> Iterator[Verdict]:
 
 
 def _first_cause(last: int, seconds: float, waits: Mapping[int, Mapping[int, float]]) -> int:
-    """The rank because of which `last` was late: itself, or one that it has waited for in turn, along another axis. That
+    """The rank because of which `last` was late: itself, or one that it has waited for first, along another axis. That
     one has waited for none itself; ranks that are late in turns have all waited."""
     seen, cause = {last}, last
     while waits.get(cause):
