@@ -28,6 +28,7 @@ from shoal.data.task import Task
 from shoal.errors import ShoalError
 from shoal.models.huggingface.adapt import DOCUMENTS, with_positions
 from shoal.models.huggingface.modules import attentions
+from shoal.models.huggingface.pretrained.token_trials import looks_ahead
 
 PREPROCESSOR = "preprocessor_config.json"
 MOST_PREPROCESSOR = 2**20
@@ -41,13 +42,18 @@ def task_of(model: Any) -> Task | None:
     """The task of a model by its class; None: another one, for which recipes have no data."""
     kind, known = type(model).__name__, sys.modules["transformers"].models.auto.modeling_auto
     if kind in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or kind.endswith(("ForCausalLM", "LMHeadModel")):
-        # One that sees later tokens would learn to copy them.
-        return "next token" if all(one.is_causal for one in attentions(model).values()) else None
+        return "next token" if _is_causal(model) else None
     is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
     if kind.endswith("ForConditionalGeneration") and is_pair and model.main_input_name == "input_ids":
         return "target text"
     task = next((task for ending, task in ENDINGS.items() if kind.endswith(ending)), None)
     return task if task is not None and model.main_input_name == INPUTS[task] else None
+
+
+def _is_causal(model: Any) -> bool:
+    """Whether tokens do not see later ones, which a model would learn to copy. Attention that says nothing is tried."""
+    known = attentions(model).values()
+    return all(one.is_causal for one in known) if known else looks_ahead(model) is False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,65 @@
+"""What tokens of a model see is found with numbers: later ones, and other documents of a packed sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cover import wide
+
+pytest.importorskip("transformers")
+import transformers
+
+from shoal.models.huggingface.pretrained.batches import task_of
+from shoal.models.huggingface.pretrained.token_trials import looks_ahead
+from tests import huggingface
+
+BERT = {"max_position_embeddings": 16}
+OWN = {"n_layers": 2, "n_heads": 4}
+BIDIRECTIONAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "XLM": ("XLMWithLMHeadModel", {"emb_dim": 16, **OWN}),
+    "RoFormer": ("RoFormerForCausalLM", BERT),
+    "RemBert": ("RemBertForCausalLM", {**BERT, "input_embedding_size": 16, "output_embedding_size": 16}),
+    "MegatronBert": ("MegatronBertForCausalLM", BERT),
+    "BigBird": ("BigBirdForCausalLM", BERT),
+    "XLNet": ("XLNetLMHeadModel", {"d_model": 16, "d_inner": 24, "n_layer": 2, "n_head": 4}),
+}
+"""First part of a class's name → the class, whose tokens see later ones by default, and sizes."""
+SIZES = {"vocab_size": 41, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+CAUSAL = ["mamba", "recurrent-gemma", "bloom", *(wide(kind) for kind in ("mamba2", "falcon-mamba", "jamba", "bamba"))]
+CAUSAL += [wide(kind) for kind in ("gpt-neo", "codegen", "gptj", "falcon", "mpt", "jetmoe", "dbrx", "openai-gpt")]
+LARGE = ["Mamba", "Bloom", "OpenAIGPT", *map(wide, ("CodeGen", "Mamba2", "Bamba", "Rwkv", "Mpt"))]
+
+
+def bidirectional(kind: str) -> Any:
+    name, sizes = BIDIRECTIONAL[kind]
+    given = {key: size for key, size in SIZES.items() if kind not in ("XLM", "XLNet") or key == "vocab_size"}
+    return getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**given, **sizes))
+
+
+@pytest.mark.parametrize("kind", BIDIRECTIONAL)
+def test_a_model_that_sees_later_tokens_is_no_language_model(kind: str) -> None:
+    model = bidirectional(kind)
+    assert looks_ahead(model) is True
+    assert task_of(model) is None
+
+
+def test_a_decoder_of_the_same_class_is_one() -> None:
+    config = transformers.RoFormerConfig(**SIZES, **BERT, is_decoder=True)
+    assert task_of(transformers.RoFormerForCausalLM(config)) == "next token"
+
+
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_models_without_known_attention_are_language_models(kind: str) -> None:
+    assert task_of(huggingface.build(kind)) == "next token"
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_large_model_is_tried_as_a_tiny_one(kind: str) -> None:
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    config = getattr(transformers, f"{kind}Config")()
+    with torch.device("meta"):
+        model = getattr(transformers, known[config.model_type])(config)
+    assert looks_ahead(model) is False
