@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from shoal.config.recipe import Recipe
+from shoal.errors import ShoalError
+from shoal.train.recipe.preflight import preflight
 from tests.cover import wide
 
 pytest.importorskip("transformers")
 import transformers
 
 from shoal.models.huggingface.pretrained.batches import task_of
-from shoal.models.huggingface.pretrained.token_trials import looks_ahead
+from shoal.models.huggingface.pretrained.token_trials import looks_ahead, mixes_documents
 from tests import huggingface
 
 BERT = {"max_position_embeddings": 16}
@@ -63,3 +67,33 @@ def test_a_large_model_is_tried_as_a_tiny_one(kind: str) -> None:
     with torch.device("meta"):
         model = getattr(transformers, known[config.model_type])(config)
     assert looks_ahead(model) is False
+
+
+def problems(folder: Path, **settings: Any) -> list[str]:
+    own = {"source": str(folder / "data.jsonl"), "seq_len": 8, "global_batch": 2, "validation": 0, **settings}
+    data = {"tokenizer": "bytes", "mask_documents": True, **own}
+    (folder / "data.jsonl").write_text('{"text": "one and another"}\n' * 20)
+    recipe = Recipe.model_validate({"model": {"name": f"hf:{folder}", "init": "random"}, "data": data, "plan": "mb=1"})
+    try:
+        preflight(recipe, 1)
+    except ShoalError as error:
+        return [f"{problem.code} {problem.fix}" for problem in error.problems]
+    return []
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "afmoe"])
+def test_documents_that_see_each_other_are_rejected(kind: str, tmp_path: Path) -> None:
+    """Their classes make masks without the positions by which transformers knows packed samples."""
+    model: Any = huggingface.build(kind)
+    model.config.vocab_size = 300
+    model.config.save_pretrained(tmp_path)
+    assert mixes_documents(model) is True
+    assert [one[:4] for one in problems(tmp_path)] == ["L016"]
+    assert problems(tmp_path, mask_documents=False) == []
+
+
+def test_documents_that_are_kept_apart_are_not_rejected(tmp_path: Path) -> None:
+    model: Any = huggingface.build("llama")
+    model.config.vocab_size = 300
+    model.config.save_pretrained(tmp_path)
+    assert problems(tmp_path) == []
