@@ -97,3 +97,11 @@ def test_documents_that_are_kept_apart_are_not_rejected(tmp_path: Path) -> None:
     model.config.vocab_size = 300
     model.config.save_pretrained(tmp_path)
     assert problems(tmp_path) == []
+
+
+def test_a_loss_of_routers_is_rejected(tmp_path: Path) -> None:
+    """A recipe compares logits alone."""
+    model: Any = huggingface.build("mixtral")
+    model.config.vocab_size, model.config.output_router_logits = 300, True
+    model.config.save_pretrained(tmp_path)
+    assert problems(tmp_path) == ["M087 --model.output_router_logits false"]

@@ -52,12 +52,15 @@ def check_data(model: Any, data: Dataset) -> Iterator[Problem]:
 
 
 def _check_language_model(model: Any, data: Dataset) -> Iterator[Problem]:
-    """Documents that a model does not keep apart, which its class does not say."""
+    """Documents that a model does not keep apart, which its class does not say; and a loss that no logits show."""
     kind = type(model).__name__
     takes = inspect.signature(model.forward).parameters
     if DOCUMENTS in takes and DOCUMENTS in data.batch(np.arange(1)) and mixes_documents(model) is not False:
         what = f"packed samples cannot be kept apart in this model: tokens of {kind} see other documents"
         yield Problem("L016", what, FIX_OF_PACKED)
+    if getattr(model.config, "output_router_logits", False):
+        what = f"output_router_logits must be false, since a recipe has no loss of the routers of {kind}, got true"
+        yield Problem("M087", what, "--model.output_router_logits false")
 
 
 def _check_classes(model: Any, data: Dataset, num_classes: int) -> Iterator[Problem]:
