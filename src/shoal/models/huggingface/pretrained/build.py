@@ -23,8 +23,9 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.config.pretrained_folder import folder_of
 from shoal.errors import ShoalError, listed, nearest, needs
-from shoal.models.huggingface.pretrained.batches import for_recipes, pixel_rule, task_of
+from shoal.models.huggingface.pretrained.batches import for_recipes, task_of
 from shoal.models.huggingface.pretrained.folder import config_of, with_floats
+from shoal.models.huggingface.pretrained.pixels import pixel_rule
 from shoal.numerics.fp8.convert import silence
 
 INITS = ("weights", "random")
