@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from shoal.models.huggingface.pretrained.batches import task_of
-from shoal.models.huggingface.pretrained.token_trials import looks_ahead, mixes_documents
+from shoal.models.huggingface.pretrained.token_trials import looks_ahead, mixes_documents, passes_positions
 from tests import huggingface
 
 BERT = {"max_position_embeddings": 16}
@@ -69,6 +69,12 @@ def test_a_large_model_is_tried_as_a_tiny_one(kind: str) -> None:
     assert looks_ahead(model) is False
 
 
+def test_a_large_model_that_takes_no_cache_by_name_keeps_documents_apart() -> None:
+    with torch.device("meta"):
+        model = transformers.GraniteMoeForCausalLM(transformers.GraniteMoeConfig())
+    assert mixes_documents(model) is False
+
+
 def problems(folder: Path, **settings: Any) -> list[str]:
     own = {"source": str(folder / "data.jsonl"), "seq_len": 8, "global_batch": 2, "validation": 0, **settings}
     data = {"tokenizer": "bytes", "mask_documents": True, **own}
@@ -90,6 +96,13 @@ def test_documents_that_see_each_other_are_rejected(kind: str, tmp_path: Path) -
     assert mixes_documents(model) is True
     assert [one[:4] for one in problems(tmp_path)] == ["L016"]
     assert problems(tmp_path, mask_documents=False) == []
+
+
+def test_the_text_of_a_class_shows_its_masks() -> None:
+    """Where a copy cannot be tried."""
+    assert passes_positions(huggingface.build("llama"))
+    assert not passes_positions(huggingface.build("afmoe"))
+    assert not passes_positions(huggingface.build("gpt-oss"))
 
 
 def test_documents_that_are_kept_apart_are_not_rejected(tmp_path: Path) -> None:

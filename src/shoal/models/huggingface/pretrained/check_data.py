@@ -12,7 +12,7 @@ from shoal.data.dataset import Dataset, Part
 from shoal.errors import Problem
 from shoal.models.huggingface.adapt import DOCUMENTS
 from shoal.models.huggingface.modules import attentions
-from shoal.models.huggingface.pretrained.token_trials import mixes_documents
+from shoal.models.huggingface.pretrained.token_trials import mixes_documents, passes_positions
 
 CLASSES = "single_label_classification"
 """The `problem_type` of a config whose loss is cross-entropy."""
@@ -55,12 +55,17 @@ def _check_language_model(model: Any, data: Dataset) -> Iterator[Problem]:
     """Documents that a model does not keep apart, which its class does not say; and a loss that no logits show."""
     kind = type(model).__name__
     takes = inspect.signature(model.forward).parameters
-    if DOCUMENTS in takes and DOCUMENTS in data.batch(np.arange(1)) and mixes_documents(model) is not False:
+    if DOCUMENTS in takes and DOCUMENTS in data.batch(np.arange(1)) and _mixes(model):
         what = f"packed samples cannot be kept apart in this model: tokens of {kind} see other documents"
         yield Problem("L016", what, FIX_OF_PACKED)
     if getattr(model.config, "output_router_logits", False):
         what = f"output_router_logits must be false, since a recipe has no loss of the routers of {kind}, got true"
         yield Problem("M087", what, "--model.output_router_logits false")
+
+
+def _mixes(model: Any) -> bool:
+    tried = mixes_documents(model)
+    return not passes_positions(model) if tried is None else tried
 
 
 def _check_classes(model: Any, data: Dataset, num_classes: int) -> Iterator[Problem]:

@@ -6,8 +6,11 @@ with small sizes, in float32, and random weights of which every one matters.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import logging
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,8 +27,11 @@ MOST_PARAMETERS, OWN_SIZE = 5 * 10**7, 10**6
 """Parameters of a copy, and of a model whose copy has its own sizes."""
 TOLERANCE = 1e-4
 """Difference of logits, of their largest, that is rounding."""
+LARGE = 100.0
+"""More than a class begins with: a weight that it does not draw."""
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 FEATURE_KEYS = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "d_ff")
+MASK = re.compile(r"create_\w*causal_mask")
 TOKEN_KEYS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id")
 
 
@@ -43,7 +49,7 @@ def mixes_documents(model: Any) -> bool | None:
     """Whether logits of a packed document depend on another one; None: that could not be tried."""
     tokens, others = _tokens(slice(None, FIRST))
     positions = positions_in_documents((torch.arange(TOKENS, device="cpu") >= FIRST).int()[None])
-    packed = {"position_ids": positions}
+    packed = {"position_ids": positions, "use_cache": False}
     for copy in _copies(model):
         pair = _logits(copy, {"input_ids": tokens, **packed}, {"input_ids": others, **packed})
         alone = _logits(copy, {"input_ids": tokens[:, FIRST:]}, {"input_ids": tokens[:, FIRST:]})
@@ -51,6 +57,21 @@ def mixes_documents(model: Any) -> bool | None:
             own = (pair[0][:, FIRST:], alone[0])
             return _differ(pair, slice(FIRST, None)) or _differ(own, slice(None))
     return None
+
+
+def passes_positions(model: Any) -> bool:
+    """Whether all masks in the code of a model's class are made with positions, as far as its text shows."""
+    nodes = list(ast.walk(ast.parse(inspect.getsource(sys.modules[type(model).__module__]))))
+    calls = [x for x in nodes if isinstance(x, ast.Call) and isinstance(x.func, ast.Name) and MASK.fullmatch(x.func.id)]
+    shared = {
+        target.id
+        for x in nodes
+        if isinstance(x, ast.Assign) and isinstance(x.value, ast.Dict) and "'position_ids'" in ast.unparse(x.value)
+        for target in x.targets
+        if isinstance(target, ast.Name)
+    }
+    given = [{one.arg or ast.unparse(one.value) for one in call.keywords} for call in calls]
+    return bool(given) and all(names & {"position_ids", *shared} for names in given)
 
 
 def _tokens(changed: slice) -> tuple[Tensor, Tensor]:
@@ -73,8 +94,7 @@ def _logits(copy: Any, one: dict[str, Any], other: dict[str, Any]) -> tuple[Tens
     """The logits of two batches; None: the copy cannot compute them."""
     try:
         with torch.no_grad(), torch.device("cpu"):
-            plain = {"use_cache": False} if "use_cache" in inspect.signature(copy.forward).parameters else {}
-            found = [copy(**plain, **batch).logits for batch in (one, other)]
+            found = [copy(**batch).logits for batch in (one, other)]
     except Exception:  # its sizes do not fit each other, or it needs other inputs
         return None
     is_known = all(x.dim() == 3 and x.shape[1] == one["input_ids"].shape[1] and x.isfinite().all() for x in found)
@@ -95,8 +115,10 @@ def _copies(model: Any) -> Iterator[Any]:
             with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), _silence():
                 torch.default_generator.manual_seed(0)
                 copy = kind(type(config).from_dict({**said, **changes})).float().eval()
+                copy.config.use_cache = False  # a cache has no documents
                 for parameter in copy.parameters():
-                    parameter.add_(torch.randn_like(parameter), alpha=0.2)
+                    is_drawn = bool(parameter.isfinite().all() and parameter.abs().max() < LARGE)  # not left as it was
+                    parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter if is_drawn else 0.0))
         except Exception:  # these sizes do not fit each other
             continue
         yield copy
@@ -147,11 +169,13 @@ def _fewer(config: Any, said: dict[str, Any]) -> dict[str, Any]:
     wanted = {**dict.fromkeys(LAYER_KEYS, LAYERS), **dict.fromkeys(FEATURE_KEYS, FEATURES), "vocab_size": WORDS}
     named = {own_name.get(name, name): value for name, value in wanted.items()}
     found: dict[str, Any] = {k: v for k, v in named.items() if isinstance(said.get(k), int) and said[k] > v}
-    for key in ("layer_types", "layers_block_type", "block_types"):
-        kinds = said.get(key)
-        if isinstance(kinds, list) and kinds:
-            layers = max(LAYERS, *(kinds.index(kind) + 1 for kind in set(kinds)))
-            found |= {key: kinds[:layers], own_name.get("num_hidden_layers", "num_hidden_layers"): layers}
+    depth = getattr(config, "num_hidden_layers", None)
+    of_layers = {key: one for key, one in said.items() if isinstance(one, list) and one and len(one) == depth}
+    if of_layers:  # all kinds of layers
+        firsts = (one.index(kind) + 1 for one in of_layers.values() for kind in one if isinstance(kind, str | int))
+        layers = max((LAYERS, *firsts))
+        found |= {key: one[:layers] for key, one in of_layers.items()}
+        found[own_name.get("num_hidden_layers", "num_hidden_layers")] = layers
     tokens = (own_name.get(key, key) for key in TOKEN_KEYS)
     return found | {key: 0 for key in tokens if isinstance(said.get(key), int) and said[key] >= FIRST_WORD}
 
