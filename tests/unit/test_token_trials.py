@@ -117,4 +117,4 @@ def test_a_loss_of_routers_is_rejected(tmp_path: Path) -> None:
     model: Any = huggingface.build("mixtral")
     model.config.vocab_size, model.config.output_router_logits = 300, True
     model.config.save_pretrained(tmp_path)
-    assert problems(tmp_path) == ["M087 --model.output_router_logits false"]
+    assert problems(tmp_path) == ["M089 --model.output_router_logits false"]

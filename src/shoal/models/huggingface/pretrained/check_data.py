@@ -60,7 +60,7 @@ def _check_language_model(model: Any, data: Dataset) -> Iterator[Problem]:
         yield Problem("L016", what, FIX_OF_PACKED)
     if getattr(model.config, "output_router_logits", False):
         what = f"output_router_logits must be false, since a recipe has no loss of the routers of {kind}, got true"
-        yield Problem("M087", what, "--model.output_router_logits false")
+        yield Problem("M089", what, "--model.output_router_logits false")
 
 
 def _mixes(model: Any) -> bool:
