@@ -133,6 +133,13 @@ def test_settings_replace_those_of_the_config(tmp_path: Path) -> None:
     assert len(model.model.layers) == 1
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", "use_cache"])
+def test_settings_that_change_nothing_are_rejected(tmp_path: Path, key: str) -> None:
+    saved(tmp_path, "llama tied")
+    with rejects("M088", f"model.{key}", "leave out --model.use_cache" if key == "use_cache" else "optim.param_dtype"):
+        build_model(ModelSection(name=f"hf:{tmp_path}", **{key: "bfloat16"}))
+
+
 def test_no_value_is_read_before_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, "mixtral")
 

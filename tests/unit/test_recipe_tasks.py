@@ -16,7 +16,7 @@ from shoal.config.recipe import ModelSection, Recipe
 from shoal.data.dataset import Dataset
 from shoal.data.sources.open import open_datasets
 from shoal.errors import ShoalError
-from shoal.models.huggingface.pretrained.batches import PixelRule
+from shoal.models.huggingface.pretrained.pixels import PixelRule
 from shoal.train.build_model import build_model
 from shoal.train.recipe.preflight import check_recipe, preflight
 from shoal.verification.api import case_of

@@ -4,7 +4,7 @@ a recipe gives              the model gets
 tokens                      input_ids; where attention_mask is 0, the padding token of its config, which some models
                             look for to find the last token or to count positions
 documents                   position_ids that start over in each document
-images, mean and deviation  pixel_values, with the mean and deviation of its preprocessor_config.json
+images, mean and deviation  pixel_values, as its preprocessor_config.json says (pretrained/pixels.py)
 0.5
 labels of next tokens       none: they are shifted already, and logits are compared outside of the model
 other labels                labels: its own loss shows its convention, as in a loop of your own
@@ -13,24 +13,18 @@ other labels                labels: its own loss shows its convention, as in a l
 from __future__ import annotations
 
 import inspect
-import math
 import sys
-from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.formats.huggingface import read_json
 from shoal.data.task import Task
-from shoal.errors import ShoalError
 from shoal.models.huggingface.adapt import DOCUMENTS, with_positions
 from shoal.models.huggingface.modules import attentions
+from shoal.models.huggingface.pretrained.token_trials import looks_ahead
 
-PREPROCESSOR = "preprocessor_config.json"
-MOST_PREPROCESSOR = 2**20
 ENDINGS: dict[str, Task] = {"ForSequenceClassification": "text class", "ForImageClassification": "image class"}
 NAMES = {"input_ids": "tokens", "pixel_values": "images"}
 """Argument of a forward → entry of a recipe's batch."""
@@ -41,8 +35,7 @@ def task_of(model: Any) -> Task | None:
     """The task of a model by its class; None: another one, for which recipes have no data."""
     kind, known = type(model).__name__, sys.modules["transformers"].models.auto.modeling_auto
     if kind in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or kind.endswith(("ForCausalLM", "LMHeadModel")):
-        # One that sees later tokens would learn to copy them.
-        return "next token" if all(one.is_causal for one in attentions(model).values()) else None
+        return "next token" if _is_causal(model) else None
     is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
     if kind.endswith("ForConditionalGeneration") and is_pair and model.main_input_name == "input_ids":
         return "target text"
@@ -50,48 +43,10 @@ def task_of(model: Any) -> Task | None:
     return task if task is not None and model.main_input_name == INPUTS[task] else None
 
 
-@dataclass(frozen=True)
-class PixelRule:
-    """The mean and the deviation of each channel that a model was trained with."""
-
-    mean: tuple[float, ...]
-    deviation: tuple[float, ...]
-
-    def of(self, images: Tensor) -> Tensor:
-        """Images that were normalised by 0.5 and 0.5."""
-        mean, deviation = (images.new_tensor(values)[:, None, None] for values in (self.mean, self.deviation))
-        return (images * 0.5 + 0.5 - mean) / deviation
-
-
-def pixel_rule(folder: Path) -> PixelRule | None:
-    """How a folder says that images are normalised; None: it does not say."""
-    path = folder / PREPROCESSOR
-    if not path.is_file() or path.stat().st_size > MOST_PREPROCESSOR:
-        return None
-    said = read_json(path)
-    values = [said.get(key) for key in ("image_mean", "image_std")]
-    if said.get("do_normalize") is False:
-        values = [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
-    if values == [None, None]:
-        return None
-    if not all(isinstance(one, list) and len(one) in (1, 3) and all(map(_is_number, one)) for one in values):
-        raise _no_numbers(path, values)
-    mean, deviation = (tuple(float(number) for number in one or ()) for one in values)
-    if not all(number > 0 for number in deviation):
-        raise _no_numbers(path, values)
-    return PixelRule(mean, deviation)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _no_numbers(path: Path, values: Any) -> ShoalError:
-    return ShoalError(
-        f"{path}: image_mean and image_std must be lists of 1 or 3 numbers, the second above 0, got {str(values)[:80]}",
-        fix="the file as save_pretrained writes it",
-        code="M073",
-    )
+def _is_causal(model: Any) -> bool:
+    """Whether tokens do not see later ones, which a model would learn to copy. Attention that says nothing is tried."""
+    known = attentions(model).values()
+    return all(one.is_causal for one in known) if known else looks_ahead(model) is False
 
 
 @cache

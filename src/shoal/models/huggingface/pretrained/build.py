@@ -23,12 +23,16 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.config.pretrained_folder import folder_of
 from shoal.errors import ShoalError, listed, nearest, needs
-from shoal.models.huggingface.pretrained.batches import for_recipes, pixel_rule, task_of
+from shoal.models.huggingface.pretrained.batches import for_recipes, task_of
 from shoal.models.huggingface.pretrained.folder import config_of, with_floats
+from shoal.models.huggingface.pretrained.pixels import pixel_rule
 from shoal.models.huggingface.pretrained.same_config import Origin
 from shoal.numerics.fp8.convert import silence
 
 INITS = ("weights", "random")
+OF_PLAN = "--optim.param_dtype bf16, which keeps weights in bfloat16, or bf16 in the plan, which computes in it"
+WITHOUT_EFFECT = {"dtype": OF_PLAN, "torch_dtype": OF_PLAN, "use_cache": ""}
+"""Key of a config.json that changes nothing in training → what does; empty: nothing."""
 
 
 def builder(name: str) -> Callable[..., nn.Module]:
@@ -92,6 +96,12 @@ def _config(folder: Path, changes: dict[str, Any], *, trusts: bool) -> Any:
 
 def _check_keys(folder: Path, changes: dict[str, Any], known: dict[str, Any]) -> None:
     for key, value in changes.items():
+        if key in WITHOUT_EFFECT:
+            raise ShoalError(
+                f"model.{key} must be left out, since it changes nothing in training, got {str(value)[:40]!r}",
+                fix=WITHOUT_EFFECT[key] or f"leave out --model.{key}",
+                code="M088",
+            )
         if key not in known:
             near = nearest(key, known)
             raise ShoalError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,10 +10,15 @@ import numpy as np
 
 from shoal.data.dataset import Dataset, Part
 from shoal.errors import Problem
+from shoal.models.huggingface.adapt import DOCUMENTS
 from shoal.models.huggingface.modules import attentions
+from shoal.models.huggingface.pretrained.token_trials import mixes_documents, passes_positions
 
 CLASSES = "single_label_classification"
 """The `problem_type` of a config whose loss is cross-entropy."""
+FIX_OF_PACKED = (
+    "--data.pack false; of texts --data.mask_documents false, with which documents of a sample see each other"
+)
 FEW = 6
 """Names of classes that a message lists."""
 
@@ -20,6 +26,7 @@ FEW = 6
 def check_data(model: Any, data: Dataset) -> Iterator[Problem]:
     """Problems of data of the model's own task."""
     if data.task == "next token":
+        yield from _check_language_model(model, data)
         return
     kind, problem = type(model).__name__, getattr(model.config, "problem_type", None)
     if data.num_classes is not None and problem not in (None, CLASSES):
@@ -42,6 +49,23 @@ def check_data(model: Any, data: Dataset) -> Iterator[Problem]:
         if given != size:
             what = f"images must have the model's size of {size}, got {given}"
             yield Problem("M085", what, f"--data.image_size {size}")
+
+
+def _check_language_model(model: Any, data: Dataset) -> Iterator[Problem]:
+    """Documents that a model does not keep apart, which its class does not say; and a loss that no logits show."""
+    kind = type(model).__name__
+    takes = inspect.signature(model.forward).parameters
+    if DOCUMENTS in takes and DOCUMENTS in data.batch(np.arange(1)) and _mixes(model):
+        what = f"packed samples cannot be kept apart in this model: tokens of {kind} see other documents"
+        yield Problem("L016", what, FIX_OF_PACKED)
+    if getattr(model.config, "output_router_logits", False):
+        what = f"output_router_logits must be false, since a recipe has no loss of the routers of {kind}, got true"
+        yield Problem("M089", what, "--model.output_router_logits false")
+
+
+def _mixes(model: Any) -> bool:
+    tried = mixes_documents(model)
+    return not passes_positions(model) if tried is None else tried
 
 
 def _check_classes(model: Any, data: Dataset, num_classes: int) -> Iterator[Problem]:
