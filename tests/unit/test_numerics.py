@@ -150,6 +150,7 @@ def test_a_precision_that_cannot_be_trained_in_is_refused() -> None:
         precision_of("fp4")
 
 
+@pytest.mark.alone
 def test_who_computes_in_a_precision_that_the_cpu_has_not_is_told() -> None:
     assert any(times_longer(torch.float32) < SLOW for _ in range(5))  # a CPU that is shared has slow moments
     cpu, bf16 = torch.device("cpu"), PRECISIONS["bf16"]

@@ -56,9 +56,9 @@ class ParameterUse:
         group.post_backward = look_and_reduce
 
     def _look(self, number: int, group: Any) -> None:
-        params = [one for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
-        params = [one for one in params if one.unsharded_param.requires_grad]
-        has = [one.unsharded_accumulated_grad is not None or one.unsharded_param.grad is not None for one in params]
+        trained = (one for one in group.fsdp_params if one.sharded_param.requires_grad)
+        params = [one for one in trained if hasattr(one, "_unsharded_param")]
+        has = [one.unsharded_accumulated_grad is not None or one._unsharded_param.grad is not None for one in params]
         self._num_reductions[number] += 1
         if all(has):
             self._whole.add(number)
