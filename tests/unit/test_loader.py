@@ -156,13 +156,13 @@ def test_auto_keeps_a_thread_for_fast_data() -> None:
 
 @pytest.mark.alone
 def test_auto_makes_fast_data_from_memory_at_once() -> None:
-    data = Numbers(40)
+    data, before = Numbers(40), set(threading.enumerate())
     data.is_in_memory = True  # files may take any time, and a thread is waited for no longer than the timeout
     loader = Loader(RankStream(data, seed=2, batch=4, coordinate=1, degree=2))
     assert taken(loader, 5) == sample_ids(2, 40, 0, 20).reshape(5, 4)[:, 2:].tolist()
     assert loader.position == 20
     assert loader.decision.startswith("no thread: a batch took 0.")
-    assert not any(thread.name == "shoal-prefetch" for thread in threading.enumerate())
+    assert not any(thread.name == "shoal-prefetch" for thread in set(threading.enumerate()) - before)
     loader.close()
 
 
