@@ -134,7 +134,7 @@ def torchtitan(shape: Mixture, asked: argparse.Namespace) -> None:
     measured("torchtitan 0.2.2", shape, asked, step)  # type: ignore[arg-type]
 
 
-def told_by(system: str, shape: str, asked: argparse.Namespace) -> dict[str, Any]:
+def result_of(system: str, shape: str, asked: argparse.Namespace) -> dict[str, Any]:
     """What a process of its own measured; it ends the table if that process fails."""
     size = ["--micro-batch", str(asked.micro_batch), "--sequence", str(asked.sequence)]
     count = ["--steps", str(asked.steps), "--warmup", str(asked.warmup)]
@@ -152,7 +152,7 @@ def compared(asked: argparse.Namespace) -> None:
     rows = []
     for name in ("wide", "fine"):
         shape = SHAPES[name]
-        found = {system: told_by(system, name, asked) for system in SYSTEMS}
+        found = {system: result_of(system, name, asked) for system in SYSTEMS}
         base = found["torchtitan"]
         what = f"{name}: {shape.top_k} of {shape.experts} experts of {shape.expert_ffn}, hidden {shape.hidden}"
         size = f"{shape.parameters(shape.top_k) / 1e9:.2f} of {shape.parameters(shape.experts) / 1e9:.2f} B active"

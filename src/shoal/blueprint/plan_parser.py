@@ -18,7 +18,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "looped", "zb", "zbv", "dualp
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 Offload = Literal["none", "optimizer", "parameters"]
-"""What is offloaded. `offload=optimizer:FOLDER` has a folder beside it."""
+"""What is offloaded. `offload=optimizer:FOLDER` names a folder as well."""
 Context = Literal["ring", "ulysses"]
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")

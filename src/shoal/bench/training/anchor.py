@@ -23,7 +23,7 @@ from shoal.bench.training.turns import Case
 from shoal.config.recipe import Recipe
 
 NEVER = "sync=local:1000000"
-"""Replicas that do not exchange gradients, and would average weights after so many steps."""
+"""Replicas that do not exchange gradients, and would average weights after this many steps."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _factors(case: Case, predictions: Mapping[str, Sequence[Predicted | None]]) 
 
 
 def alone(recipe: Recipe, ranks: Ranks, number: int, batch: int) -> Case:
-    """The case of so many ranks that send nothing; with a reason if the recipe cannot be trained so."""
+    """The case of this many ranks that send nothing; with a reason if the recipe cannot be trained on them."""
     mb = microbatch_of(recipe, max(ranks.nproc))
     words = f"dp_replicate={number} {NEVER}"
     changed = with_plan(recipe, words, ranks=number, batch=batch, mb=mb, threads=ranks.threads)

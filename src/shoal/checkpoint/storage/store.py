@@ -104,7 +104,7 @@ class Store:
             return
         try:
             found = self.disk.read(self.root / WRITER, MOST_WRITER)
-        except FileNotFoundError:  # all of it was removed; nobody else has claimed it
+        except FileNotFoundError:  # all of it was removed; no other run has claimed it
             return
         if found != self._writer:
             self._is_taken = True
