@@ -68,7 +68,7 @@ class SleepyBlock(nn.Module):
     """
 
     cost = NOTHING
-    """Of every block of this process: a stage is a copy of a part of the model, and nobody else can reach it."""
+    """Of every block of this process: a stage is a copy of a part of the model, and no other rank can reach it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class SleepyModel(nn.Module):
 def predicted(word: Schedule, num_ranks: int, cost: StageCost) -> Timeline:
     """The schedule, played with the sleeps.
 
-    The first stage is told apart: torch leaves its whole backward to W, since nobody waits for the gradient of its
+    The first stage differs: torch leaves its whole backward to W, since no stage waits for the gradient of its
     input (`backward_weight_one_chunk` of torch.distributed.pipelining).
     """
     v = VIRTUAL_STAGES.get(word, 2)
@@ -237,20 +237,20 @@ def main() -> None:
     parser.add_argument(
         "--ms", type=float, nargs=3, default=[200.0, 240.0, 160.0], help="forward, input grad, weight grad"
     )
-    asked = arguments(parser, ranks=[2], steps=1, ms=[2.0, 2.0, 2.0])
-    forward, input_grad, weight_grad = (ms / 1e3 for ms in asked.ms)
+    args = arguments(parser, ranks=[2], steps=1, ms=[2.0, 2.0, 2.0])
+    forward, input_grad, weight_grad = (ms / 1e3 for ms in args.ms)
     cost = StageCost(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
     load = os.getloadavg()[0]
     rows = []
-    for num_ranks in asked.ranks:
-        ranks = launch(measure, (cost, asked.steps), nproc=num_ranks)
+    for num_ranks in args.ranks:
+        ranks = launch(measure, (cost, args.steps), nproc=num_ranks)
         for index, word in enumerate(SCHEDULES):
             asleep, awake = (measured([rank[index][which] for rank in ranks]) for which in (0, 1))
             rows.append(row(predicted(word, num_ranks, cost), asleep, awake))
     question = (
-        f"Blocks that sleep {asked.ms[0]:g} ms in the forward, {asked.ms[1]:g} ms for the gradient of the input"
-        f" and {asked.ms[2]:g} ms for that of the weight, one block a stage; the median"
-        f" of {asked.steps} steps, of two the slower."
+        f"Blocks that sleep {args.ms[0]:g} ms in the forward, {args.ms[1]:g} ms for the gradient of the input"
+        f" and {args.ms[2]:g} ms for that of the weight, one block a stage; the median"
+        f" of {args.steps} steps, of two the slower."
         f" Load average of the machine before the run: {load:.1f}."
     )
     text = "\n".join([heading("Bubble", question), table(rows)])

@@ -211,7 +211,7 @@ def main() -> None:
             return text
 
         def read_file(text: bytes) -> bool:
-            return read_header(path, text, bytes(size))  # as much data as it told of before it was damaged
+            return read_header(path, text, bytes(size))  # as much data as it announced before it was damaged
 
         rows = [
             fuzz("manifest", asked.seconds * 0.6, rng, some_manifest, read_manifest),

@@ -200,7 +200,7 @@ def median(times: dict[str, list[float]], kind: str) -> float | None:
 
 
 def fastest(times: dict[str, list[float]], kind: str) -> float:
-    """What it takes when nobody else uses the machine, more or less."""
+    """About what it takes on an idle machine."""
     return min(times[kind][WARMUP:])
 
 

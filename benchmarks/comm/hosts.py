@@ -27,7 +27,7 @@ from pathlib import Path
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 PORT = 29500
-"""Of rank 0, in a namespace of its own: nobody else is there."""
+"""Of rank 0, in a namespace of its own, where no other process is."""
 
 
 @dataclass(frozen=True, slots=True)

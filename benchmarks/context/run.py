@@ -170,11 +170,11 @@ def measured(attention: Attention, num_tokens: int, world: World) -> Found:
     loss.backward()
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     peak = resident("VmHWM") - before
-    world.barrier()  # nobody leaves while another one still waits for a message
+    world.barrier()  # no rank leaves while another still waits for a message
     return Found(kept.num_bytes, peak, pairs.number, seconds, cpu_seconds, torch.get_num_threads())
 
 
-# ---- what is told ---------------------------------------------------------------------------------------------------
+# ---- what is printed ------------------------------------------------------------------------------------------------
 
 
 def predicted(kind: str, degree: int, tokens: int) -> AttentionMemory:
@@ -192,7 +192,7 @@ def row(kind: str, degree: int, tokens: int, alone: list[Found]) -> tuple[dict[s
     kernel = cpu_kernel_bytes(tokens // degree, ranks[0].threads)
     peak_on_paper = max(paper.peak_forward, paper.peak_backward + kernel)
     one = (alone or ranks)[0]
-    told = {
+    cells = {
         "tokens": f"{tokens:,}",
         "context": kind if degree > 1 else "-",
         "cp": str(degree),
@@ -211,7 +211,7 @@ def row(kind: str, degree: int, tokens: int, alone: list[Found]) -> tuple[dict[s
             f"{max(r.cpu_seconds for r in ranks) / statistics.fmean(r.cpu_seconds for r in ranks):.2f}"
         ),
     }
-    return told, ranks
+    return cells, ranks
 
 
 def result(rows: list[dict[str, str]], load: float) -> str:
@@ -239,10 +239,10 @@ def main() -> None:
             for degree in degrees:
                 if degree == 1 and alone:
                     continue
-                told, ranks = row(kind, degree, tokens, alone)
+                cells, ranks = row(kind, degree, tokens, alone)
                 alone = ranks if degree == 1 else alone
-                rows.append(told)
-                print(told, flush=True)
+                rows.append(cells)
+                print(cells, flush=True)
         print("written to", write("context", result(rows, load)))  # so that whoever has to stop keeps the shorter ones
     print(result(rows, load))
 

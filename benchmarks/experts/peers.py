@@ -65,7 +65,7 @@ SHAPES = {
 }
 
 
-def shoal(shape: Mixture, asked: argparse.Namespace) -> None:
+def shoal(shape: Mixture, args: argparse.Namespace) -> None:
     from shoal.models.moe import Moe, MoeConfig
     from shoal.numerics.optim.adamw import AdamW
     from shoal.train.run import Run
@@ -73,10 +73,10 @@ def shoal(shape: Mixture, asked: argparse.Namespace) -> None:
     config = MoeConfig(
         hidden=shape.hidden, num_layers=shape.layers, num_heads=shape.heads, num_kv_heads=shape.kv_heads,
         num_experts=shape.experts, top_k=shape.top_k, expert_ffn=shape.expert_ffn, vocabulary=shape.vocabulary,
-        max_sequence=asked.sequence,
+        max_sequence=args.sequence,
     )  # fmt: skip
     is_cuda = DEVICE == "cuda"
-    words = f"mb={asked.micro_batch} {'bf16' if is_cuda else 'fp32'} {asked.words}"
+    words = f"mb={args.micro_batch} {'bf16' if is_cuda else 'fp32'} {args.words}"
     with Run(words, compile=is_cuda, device=DEVICE) as run:
         with torch.device(DEVICE):
             model = Moe(config)
@@ -90,10 +90,10 @@ def shoal(shape: Mixture, asked: argparse.Namespace) -> None:
         def step(batch: dict[str, Tensor]) -> None:
             run.step(batch)
 
-        measured("shoal", shape, asked, step, given)  # type: ignore[arg-type]  # it has what is used of a Shape
+        measured("shoal", shape, args, step, given)  # type: ignore[arg-type]  # it has what is used of a Shape
 
 
-def torchtitan(shape: Mixture, asked: argparse.Namespace) -> None:
+def torchtitan(shape: Mixture, args: argparse.Namespace) -> None:
     stand_in_for(
         *("datasets", "datasets.distributed", "torchdata", "torchdata.stateful_dataloader"),
         *("tomli", "einops", "tensorboard"),
@@ -111,7 +111,7 @@ def torchtitan(shape: Mixture, asked: argparse.Namespace) -> None:
     config = Qwen3ModelArgs(
         dim=shape.hidden, n_layers=shape.layers, n_heads=shape.heads, n_kv_heads=shape.kv_heads,
         vocab_size=shape.vocabulary, head_dim=shape.hidden // shape.heads, hidden_dim=shape.expert_ffn, qk_norm=False,
-        max_seq_len=asked.sequence, moe_enabled=True, moe_inter_dim=shape.expert_ffn, moe_args=experts,
+        max_seq_len=args.sequence, moe_enabled=True, moe_inter_dim=shape.expert_ffn, moe_args=experts,
     )  # fmt: skip
     with torch.device("meta"):
         model = Qwen3Model(config)
@@ -122,7 +122,7 @@ def torchtitan(shape: Mixture, asked: argparse.Namespace) -> None:
         model.init_weights(buffer_device=torch.device("cuda"))
     loss_of = torch.compile(cross_entropy_loss)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    scale = 1.0 / (asked.micro_batch * asked.sequence)
+    scale = 1.0 / (args.micro_batch * args.sequence)
 
     def step(tokens: Tensor) -> None:
         with torch.autocast("cuda", torch.bfloat16):
@@ -131,47 +131,47 @@ def torchtitan(shape: Mixture, asked: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    measured("torchtitan 0.2.2", shape, asked, step)  # type: ignore[arg-type]
+    measured("torchtitan 0.2.2", shape, args, step)  # type: ignore[arg-type]
 
 
-def result_of(system: str, shape: str, asked: argparse.Namespace) -> dict[str, Any]:
+def result_of(system: str, shape: str, args: argparse.Namespace) -> dict[str, Any]:
     """What a process of its own measured; it ends the table if that process fails."""
-    size = ["--micro-batch", str(asked.micro_batch), "--sequence", str(asked.sequence)]
-    count = ["--steps", str(asked.steps), "--warmup", str(asked.warmup)]
+    size = ["--micro-batch", str(args.micro_batch), "--sequence", str(args.sequence)]
+    count = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
     command = [sys.executable, __file__, "--system", system, "--shape", shape, *size, *count]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
     if not lines:
         sys.exit(f"`{' '.join(command)}` failed:\n{ended.stderr[-2000:]}")
     print(lines[-1], flush=True)
-    told: dict[str, Any] = json.loads(lines[-1])
-    return told
+    report: dict[str, Any] = json.loads(lines[-1])
+    return report
 
 
-def compared(asked: argparse.Namespace) -> None:
+def compared(args: argparse.Namespace) -> None:
     rows = []
     for name in ("wide", "fine"):
         shape = SHAPES[name]
-        found = {system: result_of(system, name, asked) for system in SYSTEMS}
+        found = {system: result_of(system, name, args) for system in SYSTEMS}
         base = found["torchtitan"]
         what = f"{name}: {shape.top_k} of {shape.experts} experts of {shape.expert_ffn}, hidden {shape.hidden}"
         size = f"{shape.parameters(shape.top_k) / 1e9:.2f} of {shape.parameters(shape.experts) / 1e9:.2f} B active"
         rows += [
             {
                 "mixture": f"{what}, {shape.layers} layers, {size}",
-                "system": told["system"],
-                "step": f"{told['step_ms']:.1f} ms",
-                "spread": f"{told['spread']:.1%}",
-                "tokens/s": f"{told['tokens_per_s']:,}",
-                "MFU": f"{told['mfu']:.1%}",
-                "GiB": f"{told['peak_gib']:.1f}",
-                "speed": f"{told['tokens_per_s'] / base['tokens_per_s']:.2f}",
-                "memory": f"{told['peak_gib'] / base['peak_gib']:.2f}",
+                "system": report["system"],
+                "step": f"{report['step_ms']:.1f} ms",
+                "spread": f"{report['spread']:.1%}",
+                "tokens/s": f"{report['tokens_per_s']:,}",
+                "MFU": f"{report['mfu']:.1%}",
+                "GiB": f"{report['peak_gib']:.1f}",
+                "speed": f"{report['tokens_per_s'] / base['tokens_per_s']:.2f}",
+                "memory": f"{report['peak_gib'] / base['peak_gib']:.2f}",
             }
-            for told in found.values()
+            for report in found.values()
         ]
     question = (
-        f"{asked.micro_batch} x {asked.sequence} random tokens a step, AdamW with weights and states in float32,"
+        f"{args.micro_batch} x {args.sequence} random tokens a step, AdamW with weights and states in float32,"
         " products in bfloat16, compiled, no clipping, one process after the other; the median of the steps after"
         " warm-up, *measured*. MFU counts active parameters, and attention as if every token saw all, over"
         " 989 TFLOP/s. Memory is the most that torch has allocated. Ratios are to torchtitan."
@@ -194,12 +194,12 @@ def main() -> None:
     parser.add_argument("--words", default="", help="more words of shoal's plan, with --system shoal")
     parser.add_argument("--profile", default="", help="with --system: where to write a trace of three more steps")
     parser.set_defaults(turns=False)
-    asked = arguments(parser, system="shoal", shape="tiny", micro_batch=1, sequence=16, steps=2, warmup=1)
+    args = arguments(parser, system="shoal", shape="tiny", micro_batch=1, sequence=16, steps=2, warmup=1)
     torch.set_float32_matmul_precision("high")
-    if asked.system is None:
-        compared(asked)
+    if args.system is None:
+        compared(args)
     else:
-        {"shoal": shoal, "torchtitan": torchtitan}[asked.system](SHAPES[asked.shape], asked)
+        {"shoal": shoal, "torchtitan": torchtitan}[args.system](SHAPES[args.shape], args)
 
 
 if __name__ == "__main__":

@@ -314,15 +314,15 @@ def balance(arguments: argparse.Namespace) -> None:
     rows = []
     for bias_rate in map(float, arguments.bias_rates.split(",")):
         loads, losses = loads_of(bias_rate, arguments)
-        told = {"bias_rate": f"{bias_rate:g}"}
+        report = {"bias_rate": f"{bias_rate:g}"}
         for until in (LAST, arguments.steps // 2, arguments.steps):
             recent = hottest(torch.stack(loads[until - LAST : until]).sum(0))
-            told[f"steps {until - LAST + 1} to {until}, by layer"] = "  ".join(f"{load:.2f}" for load in recent)
+            report[f"steps {until - LAST + 1} to {until}, by layer"] = "  ".join(f"{load:.2f}" for load in recent)
         alone = [max(hottest(step)) for step in loads[-LAST:]]
-        told["single steps, the busiest of all layers"] = f"{statistics.median(alone):.2f}, up to {max(alone):.2f}"
-        told["loss, last steps"] = f"{statistics.fmean(losses[-LAST:]):.3f}"
-        rows.append(told)
-        print(told, flush=True)
+        report["single steps, the busiest of all layers"] = f"{statistics.median(alone):.2f}, up to {max(alone):.2f}"
+        report["loss, last steps"] = f"{statistics.fmean(losses[-LAST:]):.3f}"
+        rows.append(report)
+        print(report, flush=True)
     tokens = arguments.batch * arguments.sequence
     question = (
         f"Load of the busiest expert over the mean, *counted*: a mixture of {SPARSITY['num_experts']} experts, of which"
@@ -352,10 +352,10 @@ def main() -> None:
     parser.add_argument("--trace", default="", help="a folder for traces of --profile")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--bias-rates", default="0,0.001,0.01")
-    asked = arguments(parser, steps=2, bias_rates="0.01", sequence=16, batch=2)
-    asked.sequence = asked.sequence or (128 if asked.balance else 4096)
-    asked.models = asked.models or ("moe" if asked.profile else "dense,moe")
-    (balance if asked.balance or asked.smoke else profile if asked.profile else on_gpu)(asked)
+    args = arguments(parser, steps=2, bias_rates="0.01", sequence=16, batch=2)
+    args.sequence = args.sequence or (128 if args.balance else 4096)
+    args.models = args.models or ("moe" if args.profile else "dense,moe")
+    (balance if args.balance or args.smoke else profile if args.profile else on_gpu)(args)
 
 
 if __name__ == "__main__":

@@ -105,8 +105,8 @@ def error_of(kernel: str, shape: Shape) -> float:
     exact = [x.double().requires_grad_() for x in own]
     with sdpa_kernel([SDPBackend.MATH]):
         out = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
-    wanted = torch.autograd.grad(out, exact, gradient.double())
-    return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True))
+    expected = torch.autograd.grad(out, exact, gradient.double())
+    return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, expected, strict=True))
 
 
 def measure(shape: Shape, kernels: list[str], turns: int, calls: int) -> dict[str, tuple[float, float]]:
@@ -130,9 +130,9 @@ def main() -> None:
     parser.add_argument("--floor", type=float, default=785, help="TFLOP/s of a large product")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--calls", type=int, default=10)
-    asked = arguments(parser, turns=1, calls=1)
+    args = arguments(parser, turns=1, calls=1)
     rows = []
-    for shape in SMOKE if asked.smoke else SHAPES:
+    for shape in SMOKE if args.smoke else SHAPES:
         kernels = []
         errors = {}
         for kernel in KERNELS:
@@ -141,7 +141,7 @@ def main() -> None:
                 kernels.append(kernel)
             except (RuntimeError, ShoalError) as problem:
                 print(f"{kernel}: {problem!r}"[:1500], flush=True)
-        for kernel, (forward, backward) in measure(shape, kernels, asked.turns, asked.calls).items():
+        for kernel, (forward, backward) in measure(shape, kernels, args.turns, args.calls).items():
             rate = 3.5 * shape.forward_flops / (forward + backward) / 1e12
             rows.append(
                 {
@@ -150,7 +150,7 @@ def main() -> None:
                     "forward, ms": f"{forward * 1e3:.2f}",
                     "backward, ms": f"{backward * 1e3:.2f}",
                     "TFLOP/s": f"{rate:.0f}",
-                    "of the floor": f"{rate / asked.floor:.1%}",
+                    "of the floor": f"{rate / args.floor:.1%}",
                     "error": f"{errors[kernel]:.1e}",
                 }
             )

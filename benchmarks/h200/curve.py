@@ -44,12 +44,12 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=DATA["global_batch"])
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--transformers", action="store_true")
-    asked = arguments(parser, precision="fp32", steps=1, eager=True, micro_batch=2)
+    args = arguments(parser, precision="fp32", steps=1, eager=True, micro_batch=2)
     model, data = (
-        ({"name": "llama", "preset": "tiny"}, {"seq_len": 16, "global_batch": 2}) if asked.smoke else (MODEL, DATA)
+        ({"name": "llama", "preset": "tiny"}, {"seq_len": 16, "global_batch": 2}) if args.smoke else (MODEL, DATA)
     )
     recipe = build_recipe({"model": model, "data": data}, title="curve")
-    losses = by_transformers(recipe, asked) if asked.transformers else by_shoal(recipe, asked)
+    losses = by_transformers(recipe, args) if args.transformers else by_shoal(recipe, args)
     print(json.dumps({"losses": torch.stack(list(losses)).tolist()}))
 
 

@@ -52,14 +52,14 @@ def built(family: str, sequence: int) -> Any:
         return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
-def shoal(asked: argparse.Namespace) -> None:
+def shoal(args: argparse.Namespace) -> None:
     from shoal.config.recipe import OptimSection
     from shoal.numerics.optim.build import build_optimizer
     from shoal.train.run import Run
 
-    words = f"mb={asked.micro_batch} {asked.precision}"
-    with Run(words, compile=not asked.eager, **asked.options) as run:
-        run.prepare(built(asked.family, asked.sequence))
+    words = f"mb={args.micro_batch} {args.precision}"
+    with Run(words, compile=not args.eager, **args.options) as run:
+        run.prepare(built(args.family, args.sequence))
         run.prepare(build_optimizer(run.parameters, OptimSection(), lr=1e-4))
 
         def given(tokens: Tensor) -> dict[str, Tensor]:
@@ -69,13 +69,13 @@ def shoal(asked: argparse.Namespace) -> None:
         def step(batch: dict[str, Tensor]) -> None:
             run.step(batch)
 
-        said = {"parameters": run.composed.num_parameters, "layers": run.fused_layers}
-        measured("shoal", SHAPES[asked.family], asked, step, given, **said)
+        more = {"parameters": run.composed.num_parameters, "layers": run.fused_layers}
+        measured("shoal", SHAPES[args.family], args, step, given, **more)
 
 
-def by_hand(asked: argparse.Namespace, wrap: Callable[[Any], Any]) -> None:
+def by_hand(args: argparse.Namespace, wrap: Callable[[Any], Any]) -> None:
     """A loop of plain torch with autocast."""
-    model = built(asked.family, asked.sequence)
+    model = built(args.family, args.sequence)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=DEVICE == "cuda")
     called = wrap(model)
 
@@ -87,22 +87,22 @@ def by_hand(asked: argparse.Namespace, wrap: Callable[[Any], Any]) -> None:
         optimizer.zero_grad()
 
     total = sum(parameter.numel() for parameter in model.parameters())
-    measured(asked.system, SHAPES[asked.family], asked, step, parameters=total)
+    measured(args.system, SHAPES[args.family], args, step, parameters=total)
 
 
-def liger(asked: argparse.Namespace) -> None:
+def liger(args: argparse.Namespace) -> None:
     import liger_kernel.transformers as kernels
 
     names = {"llama": "llama", "qwen3": "qwen3", "gemma3": "gemma3_text"}
-    getattr(kernels, f"apply_liger_kernel_to_{names[asked.family]}")(fused_linear_cross_entropy=True)
-    by_hand(asked, lambda model: model)
+    getattr(kernels, f"apply_liger_kernel_to_{names[args.family]}")(fused_linear_cross_entropy=True)
+    by_hand(args, lambda model: model)
 
 
 SYSTEMS: dict[str, Callable[[argparse.Namespace], None]] = {
     "shoal": shoal,
     "liger": liger,
-    "compiled": lambda asked: by_hand(asked, torch.compile),
-    "plain": lambda asked: by_hand(asked, lambda model: model),
+    "compiled": lambda args: by_hand(args, torch.compile),
+    "plain": lambda args: by_hand(args, lambda model: model),
 }
 
 
@@ -111,11 +111,9 @@ def main() -> None:
     parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--family", choices=SHAPES, default="llama")
     add_measurement(parser, micro_batch=8)
-    asked = arguments(
-        parser, family="tiny", micro_batch=2, sequence=16, steps=2, warmup=1, precision="fp32", eager=True
-    )
+    args = arguments(parser, family="tiny", micro_batch=2, sequence=16, steps=2, warmup=1, precision="fp32", eager=True)
     torch.set_float32_matmul_precision("high")
-    SYSTEMS[asked.system](asked)
+    SYSTEMS[args.system](args)
 
 
 if __name__ == "__main__":

@@ -78,23 +78,23 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="of a round")
-    asked = arguments(parser, batch=2, rounds=1, steps=1)
-    size = 32 if asked.smoke else 224
-    images = torch.randn(asked.batch, 3, size, size).contiguous(memory_format=torch.channels_last)
-    labels = torch.randint(0, 1000, (asked.batch,))
+    args = arguments(parser, batch=2, rounds=1, steps=1)
+    size = 32 if args.smoke else 224
+    images = torch.randn(args.batch, 3, size, size).contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(0, 1000, (args.batch,))
     if DEVICE == "cuda":
         images, labels = images.pin_memory(), labels.pin_memory()
-    compiles = not asked.smoke
+    compiles = not args.smoke
     steps = {"by hand": by_hand(images, labels, compiles), "shoal": by_shoal(images, labels, compiles)}
     for step in steps.values():
-        rate(step, asked.batch, asked.steps)  # compiles
+        rate(step, args.batch, args.steps)  # compiles
     rates: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(asked.rounds):
+    for _ in range(args.rounds):
         for name, step in steps.items():
-            rates[name].append(rate(step, asked.batch, asked.steps))
+            rates[name].append(rate(step, args.batch, args.steps))
     medians = {name: statistics.median(found) for name, found in rates.items()}
-    told = {f"{name}, images/s": round(median) for name, median in medians.items()}
-    print(json.dumps({"batch": asked.batch, **told, "ratio": round(medians["shoal"] / medians["by hand"], 3)}))
+    rates = {f"{name}, images/s": round(median) for name, median in medians.items()}
+    print(json.dumps({"batch": args.batch, **rates, "ratio": round(medians["shoal"] / medians["by hand"], 3)}))
 
 
 if __name__ == "__main__":

@@ -53,14 +53,14 @@ def sizes_of(model: Any) -> dict[str, int]:
     return {"parameters": sum(parameter.numel() for parameter in named), "trained": trained}
 
 
-def with_shoal(asked: argparse.Namespace) -> None:
+def with_shoal(args: argparse.Namespace) -> None:
     import shoal
     from shoal.config.recipe import OptimSection
     from shoal.numerics.optim.build import build_optimizer
 
-    model = shoal.lora(built(asked.size, asked.sequence), rank=RANK, alpha=ALPHA, targets=TARGETS)
-    said = sizes_of(model)
-    with shoal.Run(f"mb={asked.micro_batch} {asked.precision}", compile=not asked.eager, **asked.options) as run:
+    model = shoal.lora(built(args.size, args.sequence), rank=RANK, alpha=ALPHA, targets=TARGETS)
+    sizes = sizes_of(model)
+    with shoal.Run(f"mb={args.micro_batch} {args.precision}", compile=not args.eager, **args.options) as run:
         run.prepare(model)
         run.prepare(build_optimizer(run.parameters, OptimSection(weight_decay=0.01), lr=1e-4))
 
@@ -71,15 +71,15 @@ def with_shoal(asked: argparse.Namespace) -> None:
         def step(batch: dict[str, Tensor]) -> None:
             run.step(batch)
 
-        measured("shoal", SHAPES[asked.size], asked, step, given, **said)
+        measured("shoal", SHAPES[args.size], args, step, given, **sizes)
 
 
-def with_peft(asked: argparse.Namespace) -> None:
+def with_peft(args: argparse.Namespace) -> None:
     """A loop of plain torch with autocast, as in PEFT's examples."""
     from peft import LoraConfig, get_peft_model
 
     settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, task_type="CAUSAL_LM")
-    model: Any = get_peft_model(built(asked.size, asked.sequence), settings)
+    model: Any = get_peft_model(built(args.size, args.sequence), settings)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=DEVICE == "cuda")
 
@@ -90,14 +90,14 @@ def with_peft(asked: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    measured(asked.system, SHAPES[asked.size], asked, step, **sizes_of(model))
+    measured(args.system, SHAPES[args.size], args, step, **sizes_of(model))
 
 
-def with_peft_and_liger(asked: argparse.Namespace) -> None:
+def with_peft_and_liger(args: argparse.Namespace) -> None:
     import liger_kernel.transformers as kernels
 
     kernels.apply_liger_kernel_to_llama(fused_linear_cross_entropy=True)
-    with_peft(asked)
+    with_peft(args)
 
 
 SYSTEMS: dict[str, Callable[[argparse.Namespace], None]] = {
@@ -112,9 +112,9 @@ def main() -> None:
     parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--size", choices=SHAPES, default="8b")
     add_measurement(parser, micro_batch=2)
-    asked = arguments(parser, size="tiny", micro_batch=2, sequence=16, steps=2, warmup=1, precision="fp32", eager=True)
+    args = arguments(parser, size="tiny", micro_batch=2, sequence=16, steps=2, warmup=1, precision="fp32", eager=True)
     torch.set_float32_matmul_precision("high")
-    SYSTEMS[asked.system](asked)
+    SYSTEMS[args.system](args)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ def kind_of(name: str) -> str:
 
 def kernels(path: Path) -> list[dict[str, Any]]:
     events = json.loads(path.read_text())["traceEvents"]
-    wanted = ("kernel", "gpu_memcpy", "gpu_memset")
-    return sorted((e for e in events if e.get("cat") in wanted), key=lambda event: event["ts"])
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    return sorted((e for e in events if e.get("cat") in kinds), key=lambda event: event["ts"])
 
 
 def busy(events: list[dict[str, Any]]) -> float:

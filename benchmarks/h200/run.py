@@ -53,11 +53,11 @@ STEPS = ("--steps", "20", "--warmup", "6")
 """Single steps differ by one or two per cent."""
 PACKAGES = ("torchtitan", "accelerate", "transformers", "liger-kernel", "torchao", "flash-attn-4", "nvidia-cudnn-cu13")
 LEFT_OUT: set[str] = set()
-"""Peers that are not there, or not wanted."""
+"""Peers that are not installed, or left out by `--without`."""
 
 
-def told_by(script: str, *words: str, timeout: int = 400) -> dict[str, Any]:
-    """What a process says in its last line of JSON, or why it said nothing."""
+def json_of(script: str, *words: str, timeout: int = 400) -> dict[str, Any]:
+    """The last line of JSON that a process prints, or its error."""
     command = [sys.executable, str(HERE / script), *words]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
@@ -66,16 +66,16 @@ def told_by(script: str, *words: str, timeout: int = 400) -> dict[str, Any]:
     lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
     print(script, *words, lines[-1][:300] if lines else ended.stderr.splitlines()[-3:], flush=True)
     if lines:
-        told: dict[str, Any] = json.loads(lines[-1])
-        return told
+        report: dict[str, Any] = json.loads(lines[-1])
+        return report
     problems = [line for line in ended.stderr.splitlines() if "Error" in line]
-    return {"error": (problems or ["nothing"])[-1][:120]}
+    return {"error": (problems or ["no output"])[-1][:120]}
 
 
-def speed_row(told: dict[str, Any], base: dict[str, Any] | None) -> Row:
-    if "error" in told:
+def speed_row(report: dict[str, Any], base: dict[str, Any] | None) -> Row:
+    if "error" in report:
         return {
-            "tokens/s": told["error"],
+            "tokens/s": report["error"],
             "of torchtitan": "",
             "MFU": "",
             "GiB": "",
@@ -84,21 +84,21 @@ def speed_row(told: dict[str, Any], base: dict[str, Any] | None) -> Row:
         }
     has_base = base is not None and "error" not in base
     return {
-        "tokens/s": f"{told['tokens_per_s']:,}",
-        "of torchtitan": f"{told['tokens_per_s'] / base['tokens_per_s']:.3f}" if has_base and base else "",
-        "MFU": f"{told['mfu']:.1%}",
-        "GiB": f"{told['peak_gib']:.1f}",
-        "of its memory": f"{told['peak_gib'] / base['peak_gib']:.3f}" if has_base and base else "",
-        "first step": f"{told['first_step_s']:.0f} s",
+        "tokens/s": f"{report['tokens_per_s']:,}",
+        "of torchtitan": f"{report['tokens_per_s'] / base['tokens_per_s']:.3f}" if has_base and base else "",
+        "MFU": f"{report['mfu']:.1%}",
+        "GiB": f"{report['peak_gib']:.1f}",
+        "of its memory": f"{report['peak_gib'] / base['peak_gib']:.3f}" if has_base and base else "",
+        "first step": f"{report['first_step_s']:.0f} s",
     }
 
 
 def compared(what: str, words: list[str], runs: dict[str, list[str]]) -> list[Row]:
     """One row for each of `runs`, name → arguments of systems.py; ratios are to torchtitan in bf16."""
-    wanted = {name: arguments for name, arguments in runs.items() if arguments[0] not in LEFT_OUT}
-    found = {name: told_by("systems.py", *arguments, *words) for name, arguments in wanted.items()}
-    base = next((told for name, told in found.items() if name.startswith("torchtitan") and "fp8" not in name), None)
-    return [{"model": what, "system": name, **speed_row(told, base)} for name, told in found.items()]
+    kept = {name: arguments for name, arguments in runs.items() if arguments[0] not in LEFT_OUT}
+    found = {name: json_of("systems.py", *arguments, *words) for name, arguments in kept.items()}
+    base = next((report for name, report in found.items() if name.startswith("torchtitan") and "fp8" not in name), None)
+    return [{"model": what, "system": name, **speed_row(report, base)} for name, report in found.items()]
 
 
 def speed() -> tuple[str, list[Row]]:
@@ -130,13 +130,13 @@ def turns() -> tuple[str, list[Row]]:
             {
                 "pair": " / ".join(found),
                 "system": system,
-                "step": f"{told['ms']:.1f} ms",
-                "of turns": f"{told['least']:.1f} to {told['most']:.1f} ms",
-                "GiB": f"{told['peak_gib']:.1f}",
-                "speed": f"{base['ms'] / told['ms']:.3f}",
-                "memory": f"{told['peak_gib'] / base['peak_gib']:.3f}",
+                "step": f"{report['ms']:.1f} ms",
+                "of turns": f"{report['least']:.1f} to {report['most']:.1f} ms",
+                "GiB": f"{report['peak_gib']:.1f}",
+                "speed": f"{base['ms'] / report['ms']:.3f}",
+                "memory": f"{report['peak_gib'] / base['peak_gib']:.3f}",
             }
-            for system, told in ((name, own), ("torchtitan 0.2.2", base))
+            for system, report in ((name, own), ("torchtitan 0.2.2", base))
         ]
     how = f"both on the GPU, with expandable segments, by turns of {TURN} steps, {ROUNDS - 1} of which count"
     return f"1.50 B, 8 x 4096 tokens; {how}", rows
@@ -158,7 +158,7 @@ def by_turns(systems: dict[str, list[str]]) -> dict[str, dict[str, float]]:
         )
         for name, arguments in systems.items()
     }
-    told: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
+    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
     for _ in range(ROUNDS):
         for name, process in running.items():
             assert process.stdin is not None
@@ -167,14 +167,12 @@ def by_turns(systems: dict[str, list[str]]) -> dict[str, dict[str, float]]:
             process.stdin.flush()
             line = next((line for line in process.stdout if line.startswith("{")), None)
             if line is None:
-                sys.exit(
-                    f"{name} ended before it had told anything; `python {' '.join(map(str, process.args))}` says why"
-                )
-            told[name].append(json.loads(line))
+                sys.exit(f"{name} failed; run it for its error: python {' '.join(map(str, process.args))}")
+            reports[name].append(json.loads(line))
     for process in running.values():
         process.communicate(timeout=60)
     found = {}
-    for name, by_turn in told.items():
+    for name, by_turn in reports.items():
         ms = [[1e3 * second for second in turn["seconds"][1:]] for turn in by_turn[1:]]
         medians = [statistics.median(turn) for turn in ms]
         found[name] = {
@@ -266,7 +264,7 @@ def roofline() -> tuple[str, list[Row]]:
     shape, tokens = SHAPES["1.5b"], 8 * 4096
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
-        told_by("systems.py", "shoal", "--shape", "1.5b", "--micro-batch", "8", "--profile", str(trace))
+        json_of("systems.py", "shoal", "--shape", "1.5b", "--micro-batch", "8", "--profile", str(trace))
         found = summary(kernels(trace), steps=3)
     products = 6 * (shape.parameters - shape.vocabulary * shape.hidden) * tokens
     attention = 12 * shape.layers * shape.hidden * 4096 * tokens / 2
@@ -305,7 +303,7 @@ CURVES = {
     "slow: fp32": [*EXACT, *SLOW],
     "slow: bf16": [*SLOW, "--steps", "200"],
 }
-"""Name → words for curve.py. `by halves`: the same sums in another order; what that changes is no fault of anybody's.
+"""Name → words for curve.py. `by halves`: the same sums in another order; what that changes is rounding alone.
 `slow`: with a smaller learning rate, at which runs part later."""
 PAIRS = [
     ("bf16", "fp32"), ("bf16, Transformers", "fp32"), ("fp32, by halves", "fp32"), ("slow: bf16", "slow: fp32"),
@@ -316,8 +314,8 @@ PAIRS = [
 def curve() -> tuple[str, list[Row], list[Row]]:
     """All at once: what they compute does not depend on how long it takes."""
     with ThreadPoolExecutor(len(CURVES)) as pool:
-        told = pool.map(lambda words: told_by("curve.py", *words), CURVES.values())
-        curves = {name: said.get("losses", []) for name, said in zip(CURVES, told, strict=True)}
+        reports = pool.map(lambda words: json_of("curve.py", *words), CURVES.values())
+        curves = {name: report.get("losses", []) for name, report in zip(CURVES, reports, strict=True)}
     steps = [0, *range(9, max(map(len, curves.values())), 10)]
     rows = [
         {"step": str(step + 1), **{name: f"{x[step]:.4f}" if step < len(x) else "" for name, x in curves.items()}}
@@ -343,9 +341,9 @@ def apart(some: Sequence[float], others: Sequence[float]) -> Row:
 
 
 def images() -> tuple[str, list[Row]]:
-    told = told_by("images.py", "--rounds", "3")
+    report = json_of("images.py", "--rounds", "3")
     return "ResNet-50, bf16, channels-last, compiled, synthetic images", [
-        {key: str(value) for key, value in told.items()}
+        {key: str(value) for key, value in report.items()}
     ]
 
 
@@ -393,14 +391,14 @@ def lora() -> tuple[str, list[Row]]:
 
 def beside_liger(what: str, runs: dict[str, tuple[str, ...]]) -> list[Row]:
     """One row for each of `runs`, name → script and its arguments; ratios are to the first, Liger."""
-    told = {name: told_by(*words) for name, words in runs.items()}
-    base, rows = next(iter(told.values())), []
-    for name, said in told.items():
-        is_measured = "error" not in said and "error" not in base
-        row = {"model": what, "system": name, "tokens/s": said.get("error") or f"{said['tokens_per_s']:,}"}
-        row["of Liger"] = f"{said['tokens_per_s'] / base['tokens_per_s']:.3f}" if is_measured else ""
-        row["GiB"] = f"{said['peak_gib']:.1f}" if "error" not in said else ""
-        row["of its memory"] = f"{said['peak_gib'] / base['peak_gib']:.3f}" if is_measured else ""
+    reports = {name: json_of(*words) for name, words in runs.items()}
+    base, rows = next(iter(reports.values())), []
+    for name, report in reports.items():
+        is_measured = "error" not in report and "error" not in base
+        row = {"model": what, "system": name, "tokens/s": report.get("error") or f"{report['tokens_per_s']:,}"}
+        row["of Liger"] = f"{report['tokens_per_s'] / base['tokens_per_s']:.3f}" if is_measured else ""
+        row["GiB"] = f"{report['peak_gib']:.1f}" if "error" not in report else ""
+        row["of its memory"] = f"{report['peak_gib'] / base['peak_gib']:.3f}" if is_measured else ""
         rows.append(row)
     return rows
 

@@ -88,7 +88,7 @@ def measured(
     given: Callable[[Tensor], Any] | None = None,
     **more: Any,
 ) -> None:
-    """Time the steps, and tell. `given` is how tokens are given to a system: on the GPU, unless it takes them there."""
+    """Time the steps, and print them. `given` moves tokens to where a system expects them; None: to the GPU."""
 
     def seconds_of_a_step() -> float:
         tokens = torch.randint(0, shape.vocabulary, (arguments.micro_batch, arguments.sequence + 1))
@@ -109,7 +109,7 @@ def measured(
     settled = seconds[arguments.warmup :]
     median = statistics.median(settled)
     rate = arguments.micro_batch * arguments.sequence / median
-    told = {
+    report = {
         "system": name,
         "tokens_per_s": round(rate),
         "mfu": round(rate * shape.flops_per_token(arguments.sequence) / PEAK_BF16, 4),
@@ -119,7 +119,7 @@ def measured(
         "first_step_s": round(seconds[0], 1),
         **more,
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(report), flush=True)
     if arguments.profile:
         profile(shape, arguments, lambda tokens: step(tokens.to(DEVICE) if given is None else given(tokens)))
 
@@ -313,12 +313,12 @@ OWN_OPTIONS = {
 """What each takes beside what all do."""
 
 
-def refuse_unheard(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+def reject_unused(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """What a system would not hear of, it would be measured without."""
     others = set().union(*OWN_OPTIONS.values()) - OWN_OPTIONS[arguments.system]
-    said = [name for name in sorted(others) if getattr(arguments, name) != parser.get_default(name)]
-    if said:
-        words = ", ".join(f"--{name.replace('_', '-')}" for name in said)
+    unused = [name for name in sorted(others) if getattr(arguments, name) != parser.get_default(name)]
+    if unused:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
         parser.error(f"{arguments.system} is measured without {words}")
 
 
@@ -350,10 +350,10 @@ def main() -> None:
     parser.add_argument(
         "--states-first", action="store_true", help="make shoal's optimizer states before the first step"
     )
-    asked = arguments(parser, shape="tiny", micro_batch=1, sequence=16, steps=2, warmup=1, precision="fp32", eager=True)
-    refuse_unheard(parser, asked)
+    args = arguments(parser, shape="tiny", micro_batch=1, sequence=16, steps=2, warmup=1, precision="fp32", eager=True)
+    reject_unused(parser, args)
     torch.set_float32_matmul_precision("high")
-    SYSTEMS[asked.system](SHAPES[asked.shape], asked)
+    SYSTEMS[args.system](SHAPES[args.shape], args)
 
 
 if __name__ == "__main__":

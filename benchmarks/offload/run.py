@@ -116,9 +116,9 @@ def peer(shape: str, micro_batch: int, sequence: int) -> list[dict[str, str]]:
     lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
     if not lines:
         return [{"what": "DeepSpeed", "seconds": "", "how": (ended.stderr.splitlines() or ["no answer"])[-1][:200]}]
-    told = json.loads(lines[-1])
-    how = f"{told['tokens_per_s']:,.0f} tokens/s, {told['gib']:.1f} GiB on the device"
-    return [{"what": f"DeepSpeed {told['version']}, a step", "seconds": f"{told['step']:.3f}", "how": how}]
+    result = json.loads(lines[-1])
+    how = f"{result['tokens_per_s']:,.0f} tokens/s, {result['gib']:.1f} GiB on the device"
+    return [{"what": f"DeepSpeed {result['version']}, a step", "seconds": f"{result['step']:.3f}", "how": how}]
 
 
 def main() -> None:

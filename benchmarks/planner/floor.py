@@ -105,12 +105,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path, nargs="+", help="of runs that nanotron has made")
     parser.add_argument("--devices", type=int, help="only cells of so many")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_default_dtype(torch.float64)
-    found = [predict(row) for row in read(asked.table) if "nanotron" in row.text("source")]
+    found = [predict(row) for row in read(args.table) if "nanotron" in row.text("source")]
     print("cell | runs | planner | second | learners: least, median, within 15 % | fastest")
     for cell, runs in zip(cells(found), (runs for runs in grouped(found) if len(runs) >= 5), strict=True):
-        if asked.devices in (None, cell.devices):
+        if args.devices in (None, cell.devices):
             print(f"{cell.model} on {cell.devices} | {cell.count} | {cell.regret:.0%} | {floor(runs)}")
 
 

@@ -195,7 +195,7 @@ def synchronize() -> None:
 
 
 def one(case: Case, num_steps: int) -> dict[str, Any]:
-    """What a process finds out about a case."""
+    """Measure a case in this process."""
     with trained(case) as step:
         seconds = [step() for _ in range(num_steps)]
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -204,25 +204,23 @@ def one(case: Case, num_steps: int) -> dict[str, Any]:
 
 
 def started(case: Case, num_steps: int) -> subprocess.Popen[str]:
-    """A process that imports what it needs, and waits to be told before it touches the GPU."""
+    """Start a process that imports what it needs, and waits for a line before it touches the GPU."""
     words = [sys.executable, __file__, "--one", json.dumps(dataclasses.asdict(case)), "--steps", str(num_steps)]
     pipe = subprocess.PIPE
     return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
-def told(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What it finds out, now that it is its turn; or why it did not."""
+def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Let the process run, and return what it measured, or its error."""
     out, problem = process.communicate("now\n")
     lines = [line for line in out.splitlines() if line.startswith("{")]
     if lines:
         found: dict[str, Any] = json.loads(lines[-1])
         return found
-    return {
-        "error": next((line for line in reversed(problem.splitlines()) if "Error" in line), "it said nothing")[:160]
-    }
+    return {"error": next((line for line in reversed(problem.splitlines()) if "Error" in line), "no output")[:160]}
 
 
-# ---- what is told ---------------------------------------------------------------------------------------------------
+# ---- what is printed ------------------------------------------------------------------------------------------------
 
 
 class Found(NamedTuple):
@@ -358,9 +356,11 @@ def compare(cases: Sequence[Case], cluster: Cluster, num_steps: int, is_dry: boo
         now = waiting
         if number + 1 < len(cases):
             waiting = started(cases[number + 1], num_steps)  # imports while this one computes
-        said = told(now)
-        found[number] = said["error"] if "error" in said else Found(said["peak"], said["seconds"][SETTLING:])
-        print(time.strftime("%H:%M:%S"), row(case, papers[number], found[number]), said, flush=True)
+        measured = result_of(now)
+        found[number] = (
+            measured["error"] if "error" in measured else Found(measured["peak"], measured["seconds"][SETTLING:])
+        )
+        print(time.strftime("%H:%M:%S"), row(case, papers[number], found[number]), measured, flush=True)
         path = write("planner", result(cluster, cases, papers, found, when))
     print(verdict(papers, found))
     print("written to", path)
@@ -375,23 +375,23 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="predict only")
     parser.add_argument("--recorded", type=Path, help="an earlier result: predict only, beside what it measured")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    asked = arguments(parser, cluster="h200:1", cases=[0], dry=True)
-    if asked.one:
+    args = arguments(parser, cluster="h200:1", cases=[0], dry=True)
+    if args.one:
         sys.stdin.readline()
-        print(json.dumps(one(Case(**json.loads(asked.one)), asked.steps)))
+        print(json.dumps(one(Case(**json.loads(args.one)), args.steps)))
         return
-    cases = [CASES[number] for number in asked.cases]
-    if asked.recorded:
-        measured = recorded(asked.recorded)
-        papers = [predicted(case, parse_cluster(asked.cluster or "h200:1")) for case in cases]
+    cases = [CASES[number] for number in args.cases]
+    if args.recorded:
+        measured = recorded(args.recorded)
+        papers = [predicted(case, parse_cluster(args.cluster or "h200:1")) for case in cases]
         found = [measured.get(str(case)) for case in cases]
         print(table([row(*three) for three in zip(cases, papers, found, strict=True)]), "", sep="\n")
         print(verdict(papers, found))
         return
     with tempfile.TemporaryDirectory() as folder:
-        said, kept = asked.cluster, asked.keep or Path(folder) / "cluster.yaml"
+        said, kept = args.cluster, args.keep or Path(folder) / "cluster.yaml"
         cluster = parse_cluster(said) if said else calibrated(kept)
-    compare(cases, cluster, asked.steps, asked.dry)
+    compare(cases, cluster, args.steps, args.dry)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def peak_on_rank(placement: Placement, store: dist.Store, words: str, shape: Sha
             if number == 0:  # while a model is filled, other things are there
                 forget_peak()
         peak = resident("VmHWM") - before
-        world.barrier()  # nobody leaves while another one still waits for a message
+        world.barrier()  # no rank leaves while another still waits for a message
         return peak
 
 
@@ -209,7 +209,7 @@ def peaks(shape: Shape, names: list[str]) -> dict[str, list[int]]:
         return found
 
 
-# ---- what is told ---------------------------------------------------------------------------------------------------
+# ---- what is printed ------------------------------------------------------------------------------------------------
 
 
 class Found(NamedTuple):
@@ -229,7 +229,7 @@ class Found(NamedTuple):
 
 def row(name: str, paper: Prediction, found: Found | None) -> dict[str, str]:
     memory, step = paper.memory.allocated, paper.time
-    told = {
+    cells = {
         "plan": f"{name}: `{PLANS[name]}`",
         "memory, predicted": f"{memory / MIB:.0f} MiB",
         "memory, measured": "-",
@@ -239,13 +239,13 @@ def row(name: str, paper: Prediction, found: Found | None) -> dict[str, str]:
         "apart by ": "-",
     }
     if found is not None:
-        told["memory, measured"] = f"{found.peak / MIB:.0f} MiB"
-        told["apart by"] = f"{memory / found.peak - 1:+.1%}"
+        cells["memory, measured"] = f"{found.peak / MIB:.0f} MiB"
+        cells["apart by"] = f"{memory / found.peak - 1:+.1%}"
         if found.seconds:
             spread = f"{min(found.seconds):.2f} to {max(found.seconds):.2f}"
-            told["step, measured: median (range)"] = f"{found.median:.2f} s ({spread}; {len(found.seconds)} steps)"
-            told["apart by "] = f"{step.total / found.median - 1:+.1%}"
-    return told
+            cells["step, measured: median (range)"] = f"{found.median:.2f} s ({spread}; {len(found.seconds)} steps)"
+            cells["apart by "] = f"{step.total / found.median - 1:+.1%}"
+    return cells
 
 
 def causes(papers: Mapping[str, Prediction]) -> str:
@@ -335,13 +335,13 @@ def main() -> None:
     parser.add_argument("--shape", type=json.loads, default=list(SHAPE), help="of the model, as a JSON list")
     parser.add_argument("--no-result", action="store_true", help="print it only")
     parser.add_argument("--peaks-to", type=Path, help=argparse.SUPPRESS)
-    asked = arguments(parser, cluster="cpu:2x1", rounds=1, steps=1, plans=["DDP"], shape=[1, 32, 2, 2, 64, 64, 16, 2])
-    shape = Shape(*asked.shape)
-    if asked.peaks_to:
-        measured = {n: launch(peak_on_rank, (PLANS[n], shape), nproc=NUM_RANKS) for n in asked.plans}
-        asked.peaks_to.write_text(json.dumps(measured))
+    args = arguments(parser, cluster="cpu:2x1", rounds=1, steps=1, plans=["DDP"], shape=[1, 32, 2, 2, 64, 64, 16, 2])
+    shape = Shape(*args.shape)
+    if args.peaks_to:
+        measured = {n: launch(peak_on_rank, (PLANS[n], shape), nproc=NUM_RANKS) for n in args.plans}
+        args.peaks_to.write_text(json.dumps(measured))
         return
-    compare(asked, shape)
+    compare(args, shape)
 
 
 def compare(arguments: Any, shape: Shape) -> None:
@@ -352,13 +352,13 @@ def compare(arguments: Any, shape: Shape) -> None:
     papers = {name: paper for name, paper in predictions(cluster, shape).items() if name in arguments.plans}
     when = time.strftime("%H:%M:%S")
 
-    def told(found: Mapping[str, Found], others: float = 0.0) -> str:
+    def shown(found: Mapping[str, Found], others: float = 0.0) -> str:
         text = result(cluster, papers, found, shape, when, others)
         if not arguments.no_result:
             write("planner", text)
         return text
 
-    print(told({}), flush=True)
+    print(shown({}), flush=True)
     seconds: dict[str, list[float]] = {name: [] for name in papers}
     others = Others()
     for _ in range(arguments.rounds if arguments.steps else 0):
@@ -367,7 +367,7 @@ def compare(arguments: Any, shape: Shape) -> None:
             seconds[name] += [max(step) for step in zip(*ranks, strict=True)]
     part = others.part
     found = {name: Found(sizes, seconds[name]) for name, sizes in peaks(shape, list(papers)).items()}
-    print(told(found, part))
+    print(shown(found, part))
 
 
 if __name__ == "__main__":

@@ -64,29 +64,29 @@ def verify(words: list[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "shoal", "verify", *words, "--json"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
-        told: dict[str, Any] = json.loads(found.stdout)
+        result: dict[str, Any] = json.loads(found.stdout)
     except json.JSONDecodeError:
-        told = {"error": {"problems": [{"what": found.stderr[-300:]}]}}
-    return told
+        result = {"error": {"problems": [{"what": found.stderr[-300:]}]}}
+    return result
 
 
-def row(plan: str, ranks: int, precision: str, told: dict[str, Any]) -> dict[str, str]:
-    if "error" in told:
-        what = " ".join(told["error"]["problems"][0]["what"].split())[:200]
+def row(plan: str, ranks: int, precision: str, result: dict[str, Any]) -> dict[str, str]:
+    if "error" in result:
+        what = " ".join(result["error"]["problems"][0]["what"].split())[:200]
         return {"plan": plan, "ranks": str(ranks), "precision": precision, "equal": f"failed: {what}"} | dict.fromkeys(
             ("loss", "gradient", "weight", "tolerance", "seconds"), "-"
         )
-    worst = told["worst"]
+    worst = result["worst"]
     return {
         "plan": plan,
         "ranks": str(ranks),
         "precision": precision,
-        "equal": "yes" if told["equal"] else "NO",
+        "equal": "yes" if result["equal"] else "NO",
         "loss": f"{float(worst['loss']):.1e}",
         "gradient": f"{float(worst['grad']):.1e}",
         "weight": f"{float(worst['weight']):.1e}",
-        "tolerance": f"{told['tolerance']:.0e}",
-        "seconds": f"{told['seconds']:.1f}",
+        "tolerance": f"{result['tolerance']:.0e}",
+        "seconds": f"{result['seconds']:.1f}",
     }
 
 
@@ -103,10 +103,10 @@ def matrix(sizes: list[int], models: list[str], part: str, keep: Path | None, se
             for number, case in enumerate(cases(name, ranks)):
                 if number % step != first or time.monotonic() > end:
                     continue
-                told = to_mapping(verify_case(replace(case, threads=1)))
-                fits = all(count["predicted"] in (count["counted"], None) for count in told["bytes"].values())
+                result = to_mapping(verify_case(replace(case, threads=1)))
+                fits = all(count["predicted"] in (count["counted"], None) for count in result["bytes"].values())
                 more = {"model": f"{name} {number % 2 + 1}", "bytes as predicted": "yes" if fits else "NO"}
-                rows.append(row(told["plan"], ranks, "fp64", told) | more)
+                rows.append(row(result["plan"], ranks, "fp64", result) | more)
                 print(rows[-1], flush=True)
                 if keep:
                     keep.write_text(json.dumps(rows))
@@ -144,8 +144,8 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="keep the rows in this file, and write no result")
     parser.add_argument("--join", type=Path, nargs="*", default=[], help="make the result of these files of rows")
     asked = arguments(parser, precisions="fp64")
-    rows = [told for path in asked.join for told in json.loads(path.read_text())]
-    rows.sort(key=lambda told: (told.get("model", "")[:3], int(told["ranks"])))
+    rows = [result for path in asked.join for result in json.loads(path.read_text())]
+    rows.sort(key=lambda result: (result.get("model", "")[:3], int(result["ranks"])))
     if asked.matrix:
         sizes, models = [int(size) for size in asked.matrix.split(",")], asked.models.split(",")
         rows = matrix(sizes, models, asked.part, asked.rows, asked.seconds)
@@ -153,13 +153,13 @@ def main() -> None:
         for ranks, plans in ({2: ["zero=3 mb=2"]} if asked.smoke else PLANS).items():
             for plan in plans:
                 words = ["--nproc", str(ranks), "--plan", plan, "--device", asked.device, "--precision", precision]
-                told = verify(words)
-                rows.append(row(plan, ranks, precision, told))
+                result = verify(words)
+                rows.append(row(plan, ranks, precision, result))
                 print(json.dumps(rows[-1]), flush=True)
     if asked.rows:
         return
     is_matrix = bool(asked.matrix or asked.join)
-    equal = sum(told["equal"] == "yes" for told in rows)
+    equal = sum(result["equal"] == "yes" for result in rows)
     question = (
         "Largest relative difference from one device of the loss, of any gradient and of any weight over three steps"
         " with accumulation and clipping (`shoal verify`; small copies of the models on random tokens)."
