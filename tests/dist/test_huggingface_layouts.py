@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shoal
 from shoal import ShoalError
@@ -178,6 +181,25 @@ def with_next_tokens(world: World) -> None:
     ids = torch.randint(huggingface.VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(0))
     with pytest.raises(ShoalError, match="shifted by one already"):
         run.step({"input_ids": ids[:, :-1], "labels": ids[:, 1:]})
+
+
+def own_description() -> nn.Module:
+    """Its labels are shifted, its padding is masked and its casts are exact as without a description of its own."""
+    model = huggingface.build("llama")
+    derived = describe(model)
+    model.describe = lambda: replace(derived, num_kv_heads=None)
+    return model
+
+
+def verified(world: World, build: Callable[[], nn.Module], words: str) -> bool:
+    case = Case(build=build, batches=[huggingface.batch("llama")], plan=Plan.parse(f"fp64 {words}").resolve(world.size))
+    verdict = verify_in(world, case).verdict
+    return verdict is None or verdict.equal
+
+
+@pytest.mark.parametrize("words", ["pp=2 1f1b mb=2", "cp=2 mb=2"])
+def test_a_description_of_your_own_replaces_the_derived_one_alone(pool: Pool, words: str) -> None:
+    assert all(pool.run(verified, 2, own_description, words))
 
 
 def test_labels_that_are_shifted_already_are_rejected(pool: Pool) -> None:

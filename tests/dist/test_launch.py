@@ -156,6 +156,45 @@ def test_a_process_that_has_computed_is_not_forked(tmp_path: Path) -> None:
     assert done.stdout == "True [2000000.0, 2000000.0]\nFalse [2000000.0, 2000000.0]\n", done.stderr
 
 
+NO_MODULE = """
+import threading
+import torch
+from torch import nn
+import shoal
+
+class Net(nn.Sequential):
+    pass
+
+torch.set_num_threads(2)
+torch.ones(1000, 1000).add(1).sum()  # this process cannot be forked, and no process may run this script again
+print("started")
+def build():
+    torch.manual_seed(0)
+    net = Net(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    net.describe = lambda: shoal.Description(blocks=("0", "1", "2"))
+    return net
+
+batch = torch.randn(4, 4), torch.randn(4, 2)
+loss = lambda model, batch: ((model(batch[0]) - batch[1]) ** 2).mean()
+print(shoal.verify(lambda: build(), batch, "dp_shard=2 zero=3 mb=2", loss=loss, steps=1).equal)
+net = build()
+net.lock = threading.Lock()
+try:
+    shoal.verify(net, batch, "dp_replicate=2 mb=2", loss=loss)
+except shoal.ShoalError as error:
+    print(*error.codes)
+"""
+
+
+@pytest.mark.parametrize("how", ["script", wide("notebook")])
+def test_what_the_main_module_defines_reaches_ranks_that_are_no_forks(tmp_path: Path, how: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(NO_MODULE)
+    command = [sys.executable, *([str(script)] if how == "script" else ["-"])]
+    done = subprocess.run(command, cwd=tmp_path, input=NO_MODULE, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "started\nTrue\nN124\n", done.stderr
+
+
 def leave_early(place: Placement, store: dist.Store, directory: Path, how: Callable[[], object]) -> object:
     ready(directory, place.rank)
     return how() if place.rank == 1 else place.rank

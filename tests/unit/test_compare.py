@@ -585,6 +585,7 @@ def test_an_equal_run_is_said_in_the_first_word() -> None:
     text = rendered(proof(run(), context(tp=2)))
     assert text.startswith("equal  tp=2 pp=2 zero=1 1f1b mb=1 on 4 ranks computes the same as one process")
     assert "8.2 s" in text
+    assert str(proof(run(), context(tp=2))) == text.rstrip()
 
 
 def test_a_difference_is_said_with_place_and_cause_and_marked_where_it_is() -> None:

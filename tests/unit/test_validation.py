@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
 from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,9 +222,21 @@ def test_a_derived_description_says_why_an_axis_is_impossible() -> None:
     problem = only("P065", found("cp=2", 2, derived))
     assert problem.what == "cp=2 cannot divide this model: Net mixes tokens in conv"
     assert problem.fix.startswith("cp=1, or ")
+    model = SimpleNamespace()
+    exec(dedent(problem.fix.partition("\n")[2]), {"model": model})
+    assert model.describe() == replace(derived, why_not={})  # it can be pasted
     assert only("P065", found("tp=2 sp=on", 2, derived)).fix == "sp=off"
     assert found("tp=2 sp=off", 2, derived) == found("tp=2", 2, derived) == []
     assert found("zero=3", 2, derived) == []
+
+
+def test_layers_of_unknown_split_are_whole_in_the_description_to_paste() -> None:
+    derived = replace(PLACED, splits={}, why_not={"tp": "Net mixes features", "cp": "Net mixes tokens"})
+    first, second = sorted(found("tp=2 cp=2", 4, derived, features=FEATURES), key=lambda problem: -len(problem.fix))
+    patterns = {re.sub(r"\d+", "*", name.rpartition(".")[0]) for name in FEATURES}
+    assert all(f'"{pattern}": Split.SEQUENCE,' in first.fix for pattern in patterns)
+    assert first.fix.count("Description(") == 1
+    assert "Description(" not in second.fix
 
 
 def test_other_problems_stand_beside_an_impossible_axis() -> None:

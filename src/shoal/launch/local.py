@@ -22,6 +22,7 @@ import torch
 
 from shoal.launch.replacement import SECONDS_TO_IMPORT, SECONDS_TO_JOIN, Budget, Replacement
 from shoal.launch.scratch import scratch_folder
+from shoal.launch.spawner import by_value
 from shoal.launch.worker import value_path
 from shoal.launch.worker_group import WorkerGroup
 
@@ -51,6 +52,8 @@ def launch(
     the others call `function` again.
     """
     method = ("fork" if fork_is_safe() else "forkserver") if start == "auto" else start
+    if method != "fork":
+        function, args = by_value(function, args), ()
     with scratch_folder() as directory:
         group = WorkerGroup(directory=directory, grace=grace, grace_period=grace_period, timeout=timeout)
         if budget is not None:

@@ -112,9 +112,8 @@ def describe(model: nn.Module) -> Description:
 
 
 def adapter_of(model: nn.Module) -> Any | None:
-    """The module of shoal that knows models of this package; None: there is none, or the model describes itself."""
-    if callable(getattr(model, "describe", None)):
-        return None
+    """The module of shoal that knows models of this package; None: there is none. It also adapts a model with a
+    description of its own."""
     adapters: dict[str, str] = importlib.import_module("shoal.models").ADAPTERS
     packages = (kind.__module__.partition(".")[0] for kind in type(model).__mro__)
     return next((importlib.import_module(adapters[package]) for package in packages if package in adapters), None)

@@ -6,6 +6,7 @@ allocator. Predicted stands beside counted, so that differences are easy to see.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -91,6 +92,13 @@ class VerifyResult:
 
     replica_sync: ReplicaSync | None = None
     """How replicas synchronise, if the plan has compression or local SGD."""
+
+    def __str__(self) -> str:
+        """The tables that `shoal verify` prints."""
+        console = Console(file=io.StringIO(), width=WIDTH)
+        with console.capture() as drawn:
+            render(console, self)
+        return drawn.get().rstrip()
 
     @property
     def equal(self) -> bool:

@@ -57,7 +57,7 @@ def check_plan(
     split layers. `compiles`: torch.compile captures its blocks.
     """
     impossible = impossible_axes(plan, description, is_split_by_hand=is_split_by_hand)
-    known = check_reasons(plan, description, impossible)
+    known = check_reasons(plan, description, impossible, features or {})
     experts = () if "ep" in impossible else check_experts(plan, description)
     wrong_batch = check_batch(plan.with_layout(), batch) if batch is not None else []
     if modules is not None and (wrong := list(check_names(description, modules))):

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from shoal.blueprint.description import Description, Split, matches
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.validation.description_to_paste import as_code
 from shoal.errors import Problem, listed, nearest
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -66,16 +67,21 @@ def impossible_axes(plan: Plan, description: Description, *, is_split_by_hand: b
     return [axis for axis in description.why_not if is_on[axis]]
 
 
-def check_reasons(plan: Plan, description: Description, axes: Sequence[str]) -> Iterator[Problem]:
-    """A problem for each of the impossible axes, with the reason of the description."""
+def check_reasons(plan: Plan, description: Description, axes: Sequence[str], features: Shapes) -> Iterator[Problem]:
+    """A problem for each of the impossible axes, with the reason of the description; the first has what is known of
+    the model, as code to complete."""
+    names = (*features, *(name for pair in description.tied for name in pair))
+    layers = dict.fromkeys(as_pattern(name.rpartition(".")[0]) for name in names if "." in name)
+    unknown = () if description.splits else [layer for layer in layers if "tp" in axes]
+    own = f""", or complete this description of the model:
+        {as_code(description, unknown)}"""
     for axis in axes:
-        degree, fix = ("on", "sp=off") if axis == "sp" else (getattr(plan, axis), f"{axis}=1")
-        own = ", or a description of your own: model.describe = lambda: shoal.Description(...)"
-        yield Problem(
-            "P065",
-            f"{axis}={degree} cannot divide this model: {description.why_not[axis]}",
-            fix if axis == "sp" else fix + own,
-        )
+        what = f"{'on' if axis == 'sp' else getattr(plan, axis)} cannot divide this model: {description.why_not[axis]}"
+        if axis == "sp":
+            yield Problem("P065", f"sp={what}", "sp=off")
+            continue
+        yield Problem("P065", f"{axis}={what}", f"{axis}=1{own}")
+        own = ", or a description of your own, as above"
 
 
 def check_blocks(plan: Plan, description: Description) -> Iterator[Problem]:
