@@ -1,8 +1,8 @@
 """Start the process of a worker: the first one of a rank, or its replacement.
 
-A process that is no fork of this one imports modules again. The main module may be a notebook, which cannot be imported,
-or a script, which would start over. So functions and classes of the main module are sent to it by value, with all that
-they use; those of other modules are imported.
+A process that is no fork of this one imports modules again. The main module may be a notebook, which cannot be
+imported, or a script, which would start over. So functions and classes of the main module are sent to it by value, with
+all that they use; those of other modules are imported.
 """
 
 from __future__ import annotations
