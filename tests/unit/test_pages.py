@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
+from shoal.comm.heartbeat import slowest
+from shoal.comm.heartbeat.arrivals import Straggler
 from shoal.errors import ShoalError
 from shoal.observe.events import append_event, append_failure
 from shoal.pages.curves import MOST_POINTS, downsample
@@ -26,7 +29,7 @@ from shoal.pages.run.findings import findings
 from shoal.pages.run.read_run import read_run
 from shoal.pages.run.time_parts import hidden_by_axis, over_time, whole_run
 from shoal.pages.run.verdict import REASON, facts, verdict_of
-from shoal.pages.sections.time_spent import time_spent
+from shoal.pages.sections.time_spent import ranks, time_spent
 from tests.rejects import rejects
 from tests.run_directories import EVIL, make_hostile_run, make_run, record, write_lines
 
@@ -160,7 +163,10 @@ def test_stretches_reach_as_far_as_a_step_that_times_communication(tmp_path: Pat
 def test_time_on_a_rank_that_waits_for_no_other_says_so(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", 1)
     for slow, is_said in ((0, True), (1, False)):
-        lines = (record(step, straggler_rank=slow, straggler_cost_fraction=0.6) for step in range(1, 31))
+        lines = (
+            record(step, straggler_rank=slow, straggler_cost_fraction=0.6, straggler_stands_out=True)
+            for step in range(1, 31)
+        )
         write_lines(path / "metrics.jsonl", lines)
         assert ("the other ranks wait for it 60 % of theirs" in time_spent(read_run(path))) is is_said
 
@@ -176,6 +182,7 @@ CAUSES: dict[str, dict[str, Any]] = {
     "Steps wait for communication": {"comm_seconds": 0.3, "comm_overlap_fraction": 0.0},
     "All wait for rank 3": {
         "straggler_rank": 3, "straggler_late_seconds": 0.1, "straggler_cost_fraction": 0.2,
+        "straggler_stands_out": True,
     },
     "The loss is not finite": {"loss": "nan"},
     "Updates were skipped: gradients were not finite": {"skipped": True},
@@ -190,6 +197,22 @@ def test_what_to_look_at_follows_from_the_metrics(tmp_path: Path, what: str) -> 
     assert findings(read_run(path)) == []
     write_lines(path / "metrics.jsonl", [record(step, **{**quiet, **CAUSES[what]}) for step in range(1, 101)])
     assert what in [finding.what for finding in findings(read_run(path))]
+
+
+@pytest.mark.parametrize("is_summary", [False, True])
+def test_ranks_that_are_late_in_turns_are_no_stragglers(tmp_path: Path, is_summary: bool) -> None:
+    """Of several that are late in turns, one always costs most: no page may name it."""
+    for stands_out in (True, False):
+        found = Straggler(0, 0.5, 0.1, 0.4, 100, stands_out)
+        summary = {**ENDED, "straggler": asdict(found)} if is_summary else None
+        path = make_run(tmp_path / str(stands_out), 1, ranks=2, summary=summary)
+        more = {} if is_summary else slowest.to_metrics(found)
+        write_lines(path / "metrics.jsonl", [record(step, **more) for step in range(1, 101)])
+        run = read_run(path)
+        assert ("All wait for rank 0" in [each.what for each in findings(run)]) is stands_out
+        assert ("the other ranks wait for it" in time_spent(run)) is stands_out
+        assert ("Straggler: rank 0" in ranks(run)) is stands_out
+        assert ("ranks are late in turns" in ranks(run)) is not stands_out
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.blueprint.description import Description
 from shoal.comm.all_or_none import all_or_none
+from shoal.comm.heartbeat import slowest
 from shoal.comm.profile.axis_overlap import AxisOverlap, AxisTime
 from shoal.data.loader import Loader
 from shoal.errors import ShoalError
@@ -39,10 +40,9 @@ ORDER = (
     *("mfu", "memory_gib", "loss_scale", "skipped"),
 )
 """Keys of every record."""
-STRAGGLER = ("straggler_rank", "straggler_late_seconds", "straggler_cost_fraction")
-"""Further keys on several ranks, in the first step after each measurement."""
 REPLICAS = ("comm_seconds", "comm_overlap_fraction", "comm_bytes")
 """Further keys where replicas communicate."""
+# In the first step after each measurement on several ranks, `slowest.METRICS` as well.
 AXIS = ("comm_seconds_{axis}", "comm_overlap_fraction_{axis}")
 """Further keys of every axis that communicates, in the steps that are timed."""
 EXPERTS = ("expert_load_max", "expert_dropped_fraction", "auxiliary_loss")
@@ -161,7 +161,7 @@ class StepMetrics:
         known |= self._straggler(pending.line)
         if pending.experts is not None:
             known |= dict(zip(EXPERTS, pending.experts.read(), strict=True))
-        record = {name: known[name] for name in (*ORDER, *REPLICAS, *STRAGGLER, *EXPERTS) if name in known} | axes
+        record = {name: known[name] for name in (*ORDER, *REPLICAS, *slowest.METRICS, *EXPERTS) if name in known} | axes
         self.loss_first = loss if self.loss_first is None else self.loss_first
         self.last_losses.append(loss)
         self.step_seconds.append(seconds)
@@ -295,13 +295,13 @@ class StepMetrics:
         return AsyncScalars(hottest, dropped / loads.sum(), auxiliary / self.job.recipe.data.global_batch)
 
     def _straggler(self, line: ProgressLine) -> Record:
-        """The values of `STRAGGLER`, if they were measured since the last record."""
+        """The values of `slowest.METRICS`, if they were measured since the last record."""
         found = self.stragglers.newly_found()
         if found is None:
             return {}
         if warning := self.stragglers.warning(self.run.world.size):
             line.say(f"shoal: {warning}")
-        return dict(zip(STRAGGLER, (found.rank, found.late_seconds, found.cost_fraction), strict=True))
+        return slowest.to_metrics(found)
 
     def mfu(self, seconds: float) -> float | None:
         """Counted FLOPs per second over the datasheet's peak of all devices; None unless both are known."""
