@@ -33,7 +33,7 @@ class Finding:
 
 def findings(run: RunRecord) -> list[Finding]:
     """All findings of a run, the costliest first."""
-    checks = (_death, _damage, _losses, _saves, _data, _communication, _straggler, _jitter, _validation)
+    checks = (_death, _damage, _losses, _saves, _data, _communication, _straggler, _jitter, _validation, _profiled)
     found = [finding for check in checks for finding in check(run)]
     return sorted(found, key=lambda finding: -finding.weight)
 
@@ -120,6 +120,14 @@ def _straggler(run: RunRecord) -> Iterator[Finding]:
         evidence = f"{duration(found.late_seconds)} late (median); at least {percent(found.cost_fraction)} of the time"
         fix = "shoal doctor on its host; top -H there"
         yield Finding(f"All wait for rank {found.rank}", evidence, fix, found.cost_fraction)
+
+
+def _profiled(run: RunRecord) -> Iterator[Finding]:
+    """The verdict of a profile, unless the run is bound by computation, which nothing has to change."""
+    found = run.profile.get("verdict")
+    if isinstance(found, dict) and found.get("kind") != "compute" and number(found.get("cost")) >= WORTH:
+        what, evidence, fix = (str(found.get(key) or "") for key in ("title", "evidence", "next"))
+        yield Finding(f"Profile: {what}", evidence, fix, min(1.0, number(found.get("cost"))))
 
 
 def _jitter(run: RunRecord) -> Iterator[Finding]:
