@@ -27,6 +27,7 @@ from shoal.observe.durable_write import room
 from shoal.observe.metrics import TRACKERS, Guarded, JsonLines, Sink, peak_memory_gib, print_to_stderr
 from shoal.observe.progress import ProgressLine
 from shoal.observe.slow_data import SlowData
+from shoal.observe.slow_link import SlowLink
 from shoal.observe.stragglers import Stragglers
 from shoal.predict.presets.peak_flops import peak_flops
 from shoal.train.recipe.preflight import Job
@@ -104,7 +105,7 @@ class StepMetrics:
         self.seconds_training = self.seconds_before
         self.num_experts = torch.tensor(list(run.composed.routed.values()), device=run.device)
         self._pending: deque[_PendingRecord] = deque()
-        self.stragglers, self.slow_data = Stragglers(), SlowData()
+        self.stragglers, self.slow_data, self.slow_link = Stragglers(), SlowData(), SlowLink()
         self.overlap = AxisOverlap(is_on=_times_axes(run, job))
         self._axes: dict[str, list[tuple[int, AxisTime]]] = {}
 
@@ -126,6 +127,10 @@ class StepMetrics:
         self._pending.append(_PendingRecord(report, facts, experts, axes, line, done, loader.num_processes))
         while len(self._pending) > (self.run.device.type == "cuda"):
             self._record(self._pending.popleft())
+        if self.overlap.is_on and self.slow_link.is_due(self.run.steps_done):
+            waits = self.run.world.all_gather_object(self.slow_link.own())
+            if warning := self.slow_link.warning(waits):
+                line.say(f"shoal: {warning}")
 
     def flush(self) -> None:
         """Wait for every step that was started, and record it."""
@@ -158,6 +163,7 @@ class StepMetrics:
             self.comm_exposed.append(overlap.exposed)
             self.comm_bytes.append(overlap.bytes)
         axes = self._of_axes(pending.axes)
+        self.slow_link.note(pending.axes, seconds, without_core=self.overlap.without_core)
         known |= self._straggler(pending.line)
         if pending.experts is not None:
             known |= dict(zip(EXPERTS, pending.experts.read(), strict=True))
