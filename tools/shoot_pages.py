@@ -43,7 +43,7 @@ SHOTS = {
     "watch": Shot("watch", 1300, scheme="dark"),
     "plan": Shot("plan", 1420),
     "verify": Shot("verify", 1000),
-    "scale": Shot("scale", 1235),
+    "scale": Shot("scale", 925),
     "step": Shot("step", 1000),
     "memory": Shot("memory", 860),
 }
