@@ -86,7 +86,15 @@ def make_hostile_run(folder: Path) -> Path:
         {"part": [EVIL], "seconds": 1e308},
         {"part": f"{EVIL}.late", "seconds": 1},
     ]
-    (path / "profile.json").write_text(json.dumps({**profile, "parts": parts}))
+    ranks = [EVIL, {"rank": EVIL, "name": EVIL, "parts": {EVIL: EVIL, f"{EVIL}.late": 1}, "waited_for": {EVIL: 1}},
+             {"rank": 1, "parts": [EVIL], "waited_for": EVIL}]  # fmt: skip
+    causes = ("total", "parameters", "gradients", "optimizer", "other", "part")
+    moments = [EVIL, dict.fromkeys(causes, EVIL), {**dict.fromkeys(causes, 1), "part": EVIL}]
+    memory = {"over_time": moments, "predicted": {"total": 9, EVIL: EVIL}, "measured_peak": "inf"}
+    kernels = [EVIL, {"kernel": EVIL, "operator": EVIL, "calls": EVIL, "fraction": 1}]
+    gpu = {"utilization": EVIL, "clock_mhz": 1, "clock_mhz_max": EVIL, "kernels": kernels, "mfu": [EVIL]}
+    more = {"ranks": ranks, "memory": memory, "operators": kernels, "gpu": gpu, "overlap": {EVIL: EVIL}}
+    (path / "profile.json").write_text(json.dumps({**profile, **more, "parts": parts}))
     events = [{"event": "failed", "step": 9, "time": EVIL, "reason": EVIL, "code": EVIL}, {"event": EVIL, "step": 3}]
     write_lines(path / "events.jsonl", events)
     return path

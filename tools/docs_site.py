@@ -6,6 +6,7 @@ site such a file lies under `repository/`, as text. A link to a file that does n
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -59,16 +60,16 @@ def example_report(name: str) -> str:
     from shoal.pages.report import make_report
     from shoal.pages.run.read_run import read_run
 
-    return make_report([read_run(RECORDED / name)])
+    return make_report([read_run(Path(os.path.relpath(RECORDED / name)))])  # a page shows the path
 
 
 def example_watch() -> str:
     """The page of `shoal watch` as it was at step 60 of the recorded run, which had not ended then."""
     from shoal.pages.live.page import live_page
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tiny"
-        path.mkdir()
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        path = Path("runs/tiny")
+        path.mkdir(parents=True)
         for name in ("environment.json", "recipe.yaml"):
             shutil.copy(RECORDED / "run" / name, path)
         for name in ("metrics.jsonl", "events.jsonl"):

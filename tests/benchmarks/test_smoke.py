@@ -57,6 +57,7 @@ DEAR = {
     "benchmarks/pretrained/run.py",
     "benchmarks/profile/causes.py",
     "benchmarks/profile/cost.py",
+    "benchmarks/watch/cost.py",
     "benchmarks/profile/gpu.py",
     "benchmarks/replica_sync/run.py",
     "benchmarks/verify/huggingface.py",

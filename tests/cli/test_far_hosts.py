@@ -76,3 +76,23 @@ def test_a_long_round_trip_and_lost_packets(host: Host, tmp_path: Path, round_tr
     assert link.counts["lost"] > 0
     print(json.dumps({"near": median_step(tmp_path / "near"), "far": median_step(tmp_path / "far"), **link.counts}))
     assert median_step(tmp_path / "far") < 1.1 * median_step(tmp_path / "near")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("round_trip", "is_slow"), [(0.04, True), pytest.param(0.0, False, marks=pytest.mark.wide)])
+def test_a_slow_link_explains_itself(host: Host, tmp_path: Path, round_trip: float, is_slow: bool) -> None:
+    (tmp_path / "own.py").write_text(MODEL.format(seconds=0.01))
+    words = ["train", "--model.name", "own.py:Bigram", *MADE_UP, "--plan", "zero=3", *SETTINGS.split()]
+    words[words.index(f"{STEPS}step")] = "21step"
+    del words[words.index("--comm.outer_delay") : words.index("--run.on_nan")]
+    env = {"SHOAL_KEY": "a key for a test of far hosts"}
+    with far_hosts(round_trip=round_trip) as link:
+        (first, here), (_, there) = link.hosts
+        meeting = ["--hosts", f"{here}:1,{there}:1", "--ssh", "none", "--listen", f"{here}:{PORT}"]
+        far = host.start(*words, *meeting, cwd=tmp_path, env=env, network=first)
+        for network, name in link.hosts:
+            join = ["--join", f"{here}:{PORT}", "--name", name]
+            host.start("agent", *join, cwd=tmp_path, env=env, network=network)
+        assert far.wait(100) == 0, far.said
+    assert ("for messages of dp_shard, on every rank: the link is slow" in far.said) is is_slow, far.said
+    assert ("[T101]" in far.said) is is_slow

@@ -29,7 +29,20 @@ WORDS = [
 
 
 def test_a_slow_rank_is_named(host: Host, tmp_path: Path) -> None:
-    words = [*WORDS, "--nproc", "2", "--steps", "2", "--json", "--trace", "here.json", "--run.bucket_mb", "0.001"]
+    words = [
+        *WORDS,
+        "--nproc",
+        "2",
+        "--steps",
+        "2",
+        "--json",
+        "--trace",
+        "here.json",
+        "--html",
+        "here.html",
+        "--run.bucket_mb",
+        "0.001",
+    ]
     done = host.run("profile", *words, cwd=tmp_path, env={"SHOAL_FAULTS": "sleep_at=rank:1,seconds:0.2"})
     assert done.code == 0, done.said
     found = json.loads(done.out.read_text())
@@ -42,6 +55,9 @@ def test_a_slow_rank_is_named(host: Host, tmp_path: Path) -> None:
     written = json.loads((tmp_path / "runs/run-profile/profile.json").read_text())
     assert written["verdict"] == found["verdict"]
     assert len(json.loads((tmp_path / "here.json").read_text())["traceEvents"]) > 20
+    page = (tmp_path / "here.html").read_text()
+    assert "waiting for rank 1" in page
+    assert "Every rank" in page
     assert not (tmp_path / "runs/run").exists()
     assert find_runs(tmp_path)[0].state == "ended"
 

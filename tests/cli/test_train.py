@@ -18,6 +18,7 @@ import torch
 import yaml
 
 from shoal.cli import main
+from shoal.comm.heartbeat import slowest
 from tests.cli.host import Host, in_session, until
 
 SHOAL = [sys.executable, "-m", "shoal"]
@@ -43,7 +44,7 @@ STEP = {
     *("step", "loss", "grad_norm", "lr", "tokens", "epoch", "step_seconds", "data_wait_seconds", "tokens_per_s", "mfu"),
     *("memory_gib", "loss_scale", "skipped"),
 }
-STRAGGLER = {"straggler_rank", "straggler_late_seconds", "straggler_cost_fraction"}  # of runs that take some seconds
+STRAGGLER = set(slowest.METRICS)  # of runs that take some seconds
 
 
 # ---- a command and what came of it -----------------------------------------------------------------------------------

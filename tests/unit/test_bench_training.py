@@ -13,7 +13,7 @@ from rich.console import Console
 
 from shoal.bench.training import step, turns
 from shoal.bench.training.anchor import Anchors
-from shoal.bench.training.cases import Ranks, checked_case, microbatch_of, with_plan
+from shoal.bench.training.cases import Ranks, checked_case, checked_job, microbatch_of, with_plan
 from shoal.bench.training.data_parallel import time_data_parallel
 from shoal.bench.training.machine import CalibrationTurns
 from shoal.bench.training.predicted import Predicted, typical
@@ -115,19 +115,24 @@ def predicted(seconds: float) -> Predicted:
 
 
 def test_predictions_are_compared_with_the_round_in_which_the_machine_was_measured() -> None:
-    """A machine that is three times as slow in the second round changes no error."""
+    """A machine that is three times as slow in the second round changes no error: all figures of a row are of one
+    round, here of the second one, whose efficiency is the median."""
     job: Any = type("Job", (), {"recipe": TINY.model_copy(update={"plan": TINY.plan.resolve(1)})})
     job.training = type("Data", (), {"tokens_per_sample": 8})
     base = Row(mode="strong", plan=BASE, ranks=1, batch=8, case=case("base", [4.0, 12.0, 4.0], job=job))
-    row = Row(mode="strong", plan="x", ranks=2, batch=8, case=case("row", [2.0, 6.0, 2.0], job=job), base=base)
+    row = Row(mode="strong", plan="x", ranks=2, batch=8, case=case("row", [1.6, 6.0, 2.5], job=job), base=base)
     rounds = {
         "base": [predicted(each) for each in (4.4, 13.2, 4.4)],
         "row": [predicted(each) for each in (2.2, 6.6, 2.2)],
     }
     found = row_mapping(row, rounds)
+    assert (found["round"], found["step_seconds"]) == (1, {"median": 6.0, "low": 1.6, "high": 6.0})
+    assert found["predicted"]["seconds"] == 6.6
     assert found["step_error"] == pytest.approx(0.1)
+    assert found["efficiency"] == pytest.approx({"median": 1.0, "low": 0.8, "high": 1.25})
     assert found["efficiency_error"] == pytest.approx(0.0)
-    assert found["predicted"]["seconds"] == 2.2
+    two = row_mapping(replace(row, case=case("row", [1.6, 6.6], job=job)), rounds)
+    assert (two["round"], two["step_seconds"]["median"], two["predicted"]["seconds"]) == (1, 6.6, 6.6)
     assert typical([]) is None
     assert typical([predicted(3.0), None, predicted(1.0)]) == predicted(1.0)
 
@@ -258,6 +263,20 @@ def test_the_recipe_of_a_plan_keeps_its_precision_and_no_degree() -> None:
     changed = with_plan(recipe, "zero=3", ranks=2, batch=8, mb=2, threads=1)
     assert changed.plan.to_mapping() == {"zero": 3, "mb": 2, "precision": "bf16"}
     assert with_plan(recipe, "fp32", ranks=2, batch=8, mb=2, threads=1).plan.precision == "fp32"
+
+
+def test_rows_share_their_data() -> None:
+    """Ranks are forked with all that this process holds: with data of its own, each row would enlarge all others."""
+    rows = [with_plan(TINY, plan, ranks=2, batch=batch, mb=2, threads=1) for plan, batch in (("ddp", 8), ("tp=2", 16))]
+    first, second = (checked_job(row, 2)[1] for row in rows)
+    assert first is not None
+    assert second is not None
+    assert first.training is second.training
+    assert (first.recipe.data.global_batch, second.recipe.data.global_batch) == (8, 16)
+    other = rows[0].model_copy(update={"data": TINY.data.model_copy(update={"seq_len": 4})})
+    third = checked_job(other, 2)[1]
+    assert third is not None
+    assert third.training is not first.training
 
 
 def test_changes_of_a_recipe_are_those_that_have_an_effect() -> None:

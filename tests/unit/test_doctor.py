@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -442,13 +443,20 @@ def test_faults_in_the_log_of_the_kernel() -> None:
 
 
 class FakeNvml:
-    """NVML's functions, as far as the doctor calls them."""
+    """NVML's functions, as far as the doctor calls them; the pair of its first and its last GPU has no P2P."""
+
+    def __init__(self, count: int = 1) -> None:
+        self._count = count
 
     def __getattr__(self, name: str) -> Any:
         function = {
             "nvmlSystemGetDriverVersion": lambda text, _: setattr(text, "value", b"570.1"),
             "nvmlSystemGetCudaDriverVersion_v2": lambda number: setattr(number._obj, "value", 12080),
-            "nvmlDeviceGetCount_v2": lambda number: setattr(number._obj, "value", 1),
+            "nvmlDeviceGetCount_v2": lambda number: setattr(number._obj, "value", self._count),
+            "nvmlDeviceGetHandleByIndex_v2": lambda index, handle: setattr(handle._obj, "value", index.value + 1),
+            "nvmlDeviceGetP2PStatus": lambda one, other, _, status: setattr(
+                status._obj, "value", 4 * ((one.value, other.value) == (1, self._count))
+            ),
             "nvmlDeviceGetName": lambda _, text, __: setattr(text, "value", b"NVIDIA H200"),
             "nvmlDeviceGetMemoryInfo": lambda _, found: setattr(found._obj, "total", 2**37),
             "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _, bits: setattr(bits._obj, "value", 0x48),
@@ -460,6 +468,46 @@ def test_the_facts_of_nvml() -> None:
     found = read_driver(FakeNvml())
     assert (found.version, found.cuda, found.gpus[0].name) == ("570.1", (12, 8), "NVIDIA H200")
     assert found.gpus[0].slowed_by == ("hardware slowdown", "hardware thermal slowdown")
+
+
+@pytest.mark.usefixtures("built_for")
+def test_gpus_that_cannot_read_each_other() -> None:
+    found = read_driver(FakeNvml(4))
+    assert (len(found.gpus), found.apart) == (4, ((0, 3),))
+    pairs = [each for each in gpu.gpus(lambda: found, has_device=True) if each.check == "GPU pairs"]
+    only(pairs, Level.WARNING, "GPUs 0 and 3 have no P2P, others have", "nvidia-smi topo -p2p r")
+    pairs = [each for each in gpu.gpus(lambda: read_driver(FakeNvml(2)), has_device=True) if each.check == "GPU pairs"]
+    only(pairs, Level.HINT, "no pair of the 2 GPUs has P2P")
+    sound = replace(found, apart=())
+    assert [each.level for each in gpu.gpus(lambda: sound, has_device=True) if each.check == "GPU pairs"] == [Level.OK]
+
+
+@pytest.mark.parametrize(
+    ("mems", "level", "words"),
+    [("0-1", Level.OK, ()), ("0", Level.WARNING, ("cores of NUMA node 1, and memory of node 0 alone", "mems=0,1"))],
+)
+def test_cores_without_their_memory(tmp_path: Path, mems: str, level: Level, words: tuple[str, ...]) -> None:
+    for node, owned in enumerate(("0-3", "4-7")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}/cpulist").write_text(f"{owned}\n")
+    status = tmp_path / "status"
+    status.write_text(f"Name:\tx\nCpus_allowed_list:\t2-5\nMems_allowed_list:\t{mems}\n")
+    (found,) = cores.numa(tmp_path, status)
+    assert found.level is level
+    assert all(word in f"{found.evidence} {found.fix}" for word in words)
+    assert list(cores.numa(tmp_path / "node0", status)) == []
+
+
+def test_the_code_of_a_folder_changes_with_every_change(tmp_path: Path) -> None:
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    assert versions.code_of(tmp_path) == ""
+    (tmp_path / "train.py").write_text("1")
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "a"]):
+        subprocess.run([*git, *words], check=True)
+    commit = versions.code_of(tmp_path)
+    assert len(commit) == 12
+    (tmp_path / "train.py").write_text("2")
+    assert versions.code_of(tmp_path).startswith(f"{commit}+")
 
 
 def test_versions_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

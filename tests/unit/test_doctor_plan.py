@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
+from shoal.comm.heartbeat import slowest
+from shoal.comm.heartbeat.arrivals import Straggler
 from shoal.comm.heartbeat.board import HeartbeatBoard
 from shoal.config.load import load_recipe
 from shoal.doctor import hosts, link, live, needs
@@ -239,6 +241,12 @@ def test_a_rank_that_a_signal_has_stopped(run: Live) -> None:
     assert found.fix == f"kill -CONT {pids[0]} {pids[1]}"
 
 
+def log_straggler(path: Path, rank: int, late: float, cost: float, *, stands_out: bool) -> None:
+    straggler = Straggler(rank, 1.0, late, cost, 100, stands_out)
+    line = json.dumps({"step": 42, "loss": 2.4, **slowest.to_metrics(straggler)})
+    (path / "metrics.jsonl").write_text(f'{line}\n{{"step": 43, "loss": 2.3}}\n')
+
+
 def test_a_run_that_moves(run: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     path, board, pids = run
     board.write(0, beat(42, 7, 7))
@@ -247,13 +255,22 @@ def test_a_run_that_moves(run: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     found = live.check_run(path)
     assert [(each.check, each.level) for each in found] == [("ranks", Level.OK), ("progress", Level.OK)]
     assert "1 of 2 ranks move" in found[0].evidence
-    slow = {"straggler_rank": 1, "straggler_late_seconds": 0.25, "straggler_cost_fraction": 0.61}
-    (path / "metrics.jsonl").write_text(
-        f'{json.dumps({"step": 42, "loss": 2.4, **slow})}\n{{"step": 43, "loss": 2.3}}\n'
-    )
+    log_straggler(path, 1, 0.25, 0.61, stands_out=True)
     monkeypatch.setattr(time, "sleep", lambda seconds: board.write(1, beat(44, 9, 9)))
     words = ("the others wait 61% of the time for rank 1, which is 250 ms late", f"top -H -p {pids[1]}")
     only(live.check_run(path), Level.WARNING, *words)
+
+
+def test_ranks_that_are_late_in_turns_are_not_blamed(run: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, board, _ = run
+    board.write(0, beat(42, 7, 7))
+    board.write(1, beat(42, 7, 7))
+    monkeypatch.setattr(time, "sleep", lambda seconds: board.write(1, beat(43, 8, 8)))
+    log_straggler(path, 1, 0.25, 0.31, stands_out=False)
+    found = live.check_run(path)
+    assert [(each.check, each.level) for each in found[:2]] == [("ranks", Level.OK), ("slowest rank", Level.OK)]
+    assert "late in turns" in found[1].evidence
+    assert "31%" in found[1].evidence
 
 
 def test_runs_that_no_process_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,11 +21,13 @@ from pathlib import Path
 
 import pytest
 
+from shoal.config.load import load_recipe
 from shoal.doctor import hosts
 from shoal.doctor.bounded import run_checks
 from shoal.doctor.checks import files
 from shoal.doctor.finding import Finding, Level
 from shoal.doctor.host import host_checks
+from shoal.doctor.needs import Needs
 from shoal.launch.hosts.hostlist import HostSpec
 from tests.far_link import far_hosts
 from tests.unit.test_doctor import LIBC, NEW_NETWORK, READ_ONLY, after, called, mount, only, own_mounts, own_name
@@ -50,6 +52,8 @@ class SetUp:
     words: tuple[str, ...]
     """Of the evidence and the fix."""
     find: Find
+    host: str = ""
+    """The one that the finding is of, if it is another one."""
 
 
 # ── this host ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -176,6 +180,33 @@ def few_cores(folder: Path) -> list[Finding]:
             time.sleep(0.02)
 
 
+ELSEWHERE = """
+import json, sys
+from shoal.doctor.bounded import run_checks
+from shoal.doctor.host import host_checks
+found = run_checks([each for each in host_checks(()) if each.name == sys.argv[1]])
+print(json.dumps([each.as_mapping() for each in found]))
+"""
+
+
+def started_with(check: str, **variables: str) -> Find:
+    """The findings of a check in an interpreter that is started with these variables: `{}` is a folder."""
+
+    def find(folder: Path) -> list[Finding]:
+        own = {name: value.format(folder) for name, value in variables.items()}
+        command = [sys.executable, "-c", ELSEWHERE, check]
+        done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, check=True)
+        return [Finding.parse(each) for each in json.loads(done.stdout)]
+
+    return find
+
+
+def read_only_cache(folder: Path) -> None:
+    own_mounts()
+    mount("tmpfs", folder, "tmpfs", READ_ONLY, "size=1m")
+    os.environ["HF_HOME"] = str(folder)
+
+
 # ── between hosts ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -189,11 +220,59 @@ def peer_with(**modules: str) -> Find:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
         enter = folder / "enter"
-        enter.write_text(f'#!/bin/sh\nshift\nPYTHONPATH={folder} exec "$@"\n')
+        enter.write_text(f'#!/bin/sh\nshift\nPYTHONPATH={folder}:$PYTHONPATH exec "$@"\n')
         enter.chmod(0o700)
         return hosts.check_hosts([HostSpec("localhost", 1), HostSpec("node7", 1)], f"{enter} {{host}}")
 
     return find
+
+
+def other_code(folder: Path) -> list[Finding]:
+    """Of a host whose working directory is at another commit."""
+    here, there = folder / "here", folder / "there"
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C"]
+    for where, text in ((here, "1"), (there, "2")):
+        subprocess.run(["git", "init", "-q", str(where)], check=True)
+        (where / "train.py").write_text(text)
+        subprocess.run([*git, str(where), "add", "-A"], check=True)
+        subprocess.run([*git, str(where), "commit", "-q", "-m", "a"], check=True)
+    with contextlib.chdir(here):
+        return peer_with(sitecustomize__py=f"import os\nos.chdir({str(there)!r})\n")(folder)
+
+
+def recipe_on(there: Callable[[Path, Path], str]) -> Find:
+    """The findings about the data and the directories of a recipe on another host, which `there` makes different."""
+
+    def find(folder: Path) -> list[Finding]:
+        data, saves = folder / "data", folder / "saves"
+        data.mkdir()
+        saves.mkdir()
+        (data / "a.txt").write_text("text of this host")
+        words = [("data.source", str(data)), ("data.format", "text"), ("checkpoint.dir", str(saves))]
+        needs = Needs(recipe=load_recipe(None, words), ranks=1, world_size=2)
+        enter = folder / "enter"
+        enter.write_text(f"#!/bin/sh\nshift\n{there(data, saves)}")
+        enter.chmod(0o700)
+        return hosts.check_hosts([HostSpec("localhost", 1), HostSpec("node7", 1)], f"{enter} {{host}}", needs)
+
+    return find
+
+
+def mounted(lines: str) -> str:
+    """A shell script that runs a command behind other mounts."""
+    return f'exec unshare -m sh -c \'{lines}; exec "$@"\' sh "$@"\n'
+
+
+def other_data(data: Path, saves: Path) -> str:
+    return mounted(f"mount -t tmpfs tmpfs {data} && echo other > {data}/a.txt")
+
+
+def read_only_saves(data: Path, saves: Path) -> str:
+    return mounted(f"mount -t tmpfs -o ro tmpfs {saves}")
+
+
+def other_saves(data: Path, saves: Path) -> str:
+    return mounted(f"mount -t tmpfs tmpfs {saves}")
 
 
 LISTEN = """
@@ -273,6 +352,30 @@ SET_UPS = (
     SetUp(what="temporary files that go elsewhere", how="`TMPDIR` without a directory", check="temporary files",
           level=WARNING, words=("cannot be used", "unset TMPDIR"),
           find=broken("temporary files", variable("TMPDIR", "{}/none"))),
+    SetUp(what="a locale without other letters", how="`LC_ALL=C`, which Python may not replace", check="locale",
+          level=WARNING, words=("text is read as", "LC_ALL=C)", "export LC_ALL=C.UTF-8"),
+          find=started_with("locale", LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")),
+    SetUp(what="a cache of models that cannot be written", how="a mount that is read-only", check="HF cache",
+          level=WARNING, words=("Read-only file system", "export HF_HOME="),
+          find=broken("HF cache", read_only_cache)),
+    SetUp(what="no network, and no model", how="`HF_HUB_OFFLINE=1` and an empty cache", check="HF cache",
+          level=WARNING, words=("HF_HUB_OFFLINE is set, and", "unset HF_HUB_OFFLINE"),
+          find=started_with("HF cache", HF_HUB_OFFLINE="1", HF_HUB_CACHE="{}/none")),
+    SetUp(what="another commit on a host", how="two repositories", check="versions", level=WARNING,
+          words=("code: localhost has", "node7 has", "ssh node7 git -C", "checkout"), find=other_code),
+    SetUp(what="another transformers on a host", how="a real process that finds transformers 4.0.0", check="versions",
+          level=WARNING, words=("transformers: ", "node7 has 4.0.0", "pip install 'transformers=="),
+          find=peer_with(**{"transformers-4__0__0__dist-info": "Metadata-Version: 2.1\nName: transformers\n"
+                                                               "Version: 4.0.0\n"})),
+    SetUp(what="other data on a host", how="a mount of the other host", check="data", level=FAIL,
+          words=("localhost has 1 file of 17 bytes, node7 has 1 file of 6 bytes", "rsync -a"),
+          find=recipe_on(other_data)),
+    SetUp(what="checkpoints that a host cannot write", how="a mount that is read-only there", check="checkpoints",
+          level=FAIL, words=("Read-only file system", "--checkpoint.dir"), find=recipe_on(read_only_saves),
+          host="node7"),
+    SetUp(what="checkpoints that hosts do not share", how="a mount of the other host", check="shared directory",
+          level=WARNING, words=("node7 does not see what this host writes to", "--checkpoint.dir A_SHARED_DIRECTORY"),
+          find=recipe_on(other_saves)),
     SetUp(what="another torch on a host", how="a real process that finds torch 2.4.0", check="versions", level=FAIL,
           words=("node7 has 2.4.0", "pip install 'torch=="),
           find=peer_with(**{"torch-2__4__0__dist-info": "Metadata-Version: 2.1\nName: torch\nVersion: 2.4.0\n"})),
@@ -299,7 +402,7 @@ def table() -> str:
 def test_a_broken_set_up_is_found(set_up: SetUp, tmp_path: Path) -> None:
     if "ext4" in set_up.how and not (shutil.which("mkfs.ext4") and os.path.exists("/dev/loop-control")):
         pytest.skip("needs mkfs.ext4 and /dev/loop-control")
-    found = [each for each in set_up.find(tmp_path) if each.check == set_up.check and each.host == ""]
+    found = [each for each in set_up.find(tmp_path) if each.check == set_up.check and each.host in ("", set_up.host)]
     only(found, set_up.level, *set_up.words)
 
 

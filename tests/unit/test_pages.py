@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
+from shoal.comm.heartbeat import slowest
+from shoal.comm.heartbeat.arrivals import Straggler
 from shoal.errors import ShoalError
 from shoal.observe.events import append_event, append_failure
 from shoal.pages.curves import MOST_POINTS, downsample
@@ -26,7 +29,7 @@ from shoal.pages.run.findings import findings
 from shoal.pages.run.read_run import read_run
 from shoal.pages.run.time_parts import hidden_by_axis, over_time, whole_run
 from shoal.pages.run.verdict import REASON, facts, verdict_of
-from shoal.pages.sections.time_spent import time_spent
+from shoal.pages.sections.time_spent import ranks, time_spent
 from tests.rejects import rejects
 from tests.run_directories import EVIL, make_hostile_run, make_run, record, write_lines
 
@@ -160,7 +163,10 @@ def test_stretches_reach_as_far_as_a_step_that_times_communication(tmp_path: Pat
 def test_time_on_a_rank_that_waits_for_no_other_says_so(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", 1)
     for slow, is_said in ((0, True), (1, False)):
-        lines = (record(step, straggler_rank=slow, straggler_cost_fraction=0.6) for step in range(1, 31))
+        lines = (
+            record(step, straggler_rank=slow, straggler_cost_fraction=0.6, straggler_stands_out=True)
+            for step in range(1, 31)
+        )
         write_lines(path / "metrics.jsonl", lines)
         assert ("the other ranks wait for it 60 % of theirs" in time_spent(read_run(path))) is is_said
 
@@ -176,6 +182,7 @@ CAUSES: dict[str, dict[str, Any]] = {
     "Steps wait for communication": {"comm_seconds": 0.3, "comm_overlap_fraction": 0.0},
     "All wait for rank 3": {
         "straggler_rank": 3, "straggler_late_seconds": 0.1, "straggler_cost_fraction": 0.2,
+        "straggler_stands_out": True,
     },
     "The loss is not finite": {"loss": "nan"},
     "Updates were skipped: gradients were not finite": {"skipped": True},
@@ -190,6 +197,22 @@ def test_what_to_look_at_follows_from_the_metrics(tmp_path: Path, what: str) -> 
     assert findings(read_run(path)) == []
     write_lines(path / "metrics.jsonl", [record(step, **{**quiet, **CAUSES[what]}) for step in range(1, 101)])
     assert what in [finding.what for finding in findings(read_run(path))]
+
+
+@pytest.mark.parametrize("is_summary", [False, True])
+def test_ranks_that_are_late_in_turns_are_no_stragglers(tmp_path: Path, is_summary: bool) -> None:
+    """Of several that are late in turns, one always costs most: no page may name it."""
+    for stands_out in (True, False):
+        found = Straggler(0, 0.5, 0.1, 0.4, 100, stands_out)
+        summary = {**ENDED, "straggler": asdict(found)} if is_summary else None
+        path = make_run(tmp_path / str(stands_out), 1, ranks=2, summary=summary)
+        more = {} if is_summary else slowest.to_metrics(found)
+        write_lines(path / "metrics.jsonl", [record(step, **more) for step in range(1, 101)])
+        run = read_run(path)
+        assert ("All wait for rank 0" in [each.what for each in findings(run)]) is stands_out
+        assert ("the other ranks wait for it" in time_spent(run)) is stands_out
+        assert ("Straggler: rank 0" in ranks(run)) is stands_out
+        assert ("ranks are late in turns" in ranks(run)) is not stands_out
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -219,6 +242,79 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path: Path) -> None:
 
 def payload_of(page: str) -> str:
     return page.split('id="data">')[1].split("</script>")[0]
+
+
+def profile_of_a_gpu() -> dict[str, Any]:
+    """A profile with everything that one can have, of 70 ranks."""
+    ranks = [
+        {"rank": rank, "name": f"rank {rank} (dp {rank})", "step_seconds": 0.2, "core_wait_fraction": 0.25,
+         "parts": {"forward": 0.05, "backward": 0.05, "dp.late": 0.06, "dp.wire": 0.03, "tp.wait": 0.01},
+         "waited_for": {"3": 0.06, "5": 0.001}}
+        for rank in range(70)
+    ]  # fmt: skip
+    after = {"part": "backward", "total": 400 << 20, "parameters": 100 << 20, "gradients": 100 << 20, "optimizer": 0,
+             "other": 200 << 20}  # fmt: skip
+    predicted = {"total": 300 << 20, "parameters": 100 << 20, "activations": 200 << 20}
+    gpu = {"utilization": 0.61, "busy_seconds": 0.12, "kernels_per_step": 370, "mfu": 0.21, "clock_mhz": 1980.0,
+           "clock_mhz_max": 1980.0, "power_watts": 141.0, "power_watts_limit": 700.0, "temperature_celsius": 41.0,
+           "communication_seconds": 0.1, "exposed_seconds": 0.04,
+           "kernels": [{"kernel": "nvjet", "calls": 10, "fraction": 0.4}]}  # fmt: skip
+    return {
+        "steps": 5, "step_seconds": 0.2, "step_seconds_median": 0.19, "step_seconds_p95": 0.3, "ranks": ranks,
+        "parts": [{"part": "forward", "seconds": 0.2}], "overlap": {"dp": 0.4}, "gpu": gpu,
+        "memory": {"measured_peak": 420 << 20, "predicted": predicted, "over_time": [after]},
+        "operators": [{"operator": "mm", "calls": 172, "fraction": 0.324}],
+    }  # fmt: skip
+
+
+def test_a_profile_shows_ranks_memory_operators_and_the_gpu(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 5)
+    (path / "profile.json").write_text(json.dumps(profile_of_a_gpu()))
+    shown = page_of(path).split("<section id=profile>")[1].split("</section>")[0]
+    assert re.findall("<h3>(.*?)</h3>", shown) == ["Every rank", "Memory over a step", "Operators", "GPU of rank 0"]
+    assert "a step takes 200 ms, median 190 ms, 95th percentile 300 ms; 40 % of the communication of dp" in shown
+    assert "The first 64 of 70 ranks." in shown
+    rank = shown.split("<td>rank 1 (dp 1)</td>")[1].split("</tr>")[0]
+    assert re.findall("<title>(.*?)</title>", rank) == [
+        "rank 1 (dp 1): computation, 50%", "rank 1 (dp 1): waiting for data, 0%",
+        "rank 1 (dp 1): waiting for a late rank, 30%", "rank 1 (dp 1): communication, 20%",
+        "rank 1 (dp 1): pipeline bubble, 0%", "rank 1 (dp 1): saving and other, 0%",
+    ]  # fmt: skip
+    assert rank.endswith("<td>200 ms</td><td>rank 3, 60 ms</td><td>25 %</td>")
+    memory = shown.split("Memory over a step")[1].split("<h3>")[0]
+    assert "The measured peak of the run is 420.0 MiB." in memory
+    assert re.findall(r"<td>([\d.]+ MiB)</td>", memory) == ["400.0 MiB", "300.0 MiB"]
+    assert "after backward: gradients, 25%" in memory
+    assert "peak, predicted: other, 67%" in memory
+    assert "<td>mm</td>" in shown
+    assert "<td>32 %</td><td>172</td>" in shown
+    gpu = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", shown.split("GPU of rank 0")[1]))
+    assert gpu == {"kernels run": "61 %", "kernels": "370", "MFU": "21 %", "clock": "1,980 MHz", "power": "141 W",
+                   "temperature": "41 °C", "NCCL": "100 ms"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "is_named"), [("link", True), ("compute", False)])
+def test_the_verdict_of_a_profile_is_looked_at_next(tmp_path: Path, kind: str, is_named: bool) -> None:
+    path = make_run(tmp_path / "run", 5, summary=ENDED)
+    verdict = {"kind": kind, "title": "link-bound on tp", "cost": 0.4, "evidence": "tp waits", "next": "--plan.tp 1"}
+    (path / "profile.json").write_text(json.dumps({"verdict": verdict}))
+    found = [each for each in findings(read_run(path)) if each.what == "Profile: link-bound on tp"]
+    assert [(each.evidence, each.next, each.weight) for each in found] == [("tp waits", "--plan.tp 1", 0.4)] * is_named
+
+
+def test_profiles_of_several_runs_are_side_by_side_and_every_section_has_one_name(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / name, 30, ranks=2) for name in "ab"]
+    for path, seconds in zip(paths, (0.1, 0.3), strict=True):
+        parts = [{"part": "forward", "seconds": seconds}, {"part": "tp.wire", "seconds": 0.1}]
+        (path / "profile.json").write_text(json.dumps({"parts": parts, "verdict": {"title": f"verdict {seconds}"}}))
+    page = make_report([read_run(path) for path in paths])
+    together = page.split("<section id=profiles>")[1].split("</section>")[0]
+    assert "<td>forward</td><td>100 ms, 50 %</td><td>300 ms, 75 %</td>" in together
+    assert "<td>verdict</td><td>verdict 0.1</td><td>verdict 0.3</td>" in together
+    names = re.findall(r"<section id=(\w+)>", page)
+    assert sorted(names) == sorted(set(names))
+    for name in ("profile", "ranks", "history", "time"):
+        assert page.count(f"<section data-part={name}>") == 2, name
 
 
 def test_a_hostile_run_is_inert(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ import pytest
 from shoal.cli import main
 from shoal.cli.runs.terminal import picture
 from shoal.cli.runs.watch import has_display, ssh_line
+from shoal.comm.heartbeat import slowest
+from shoal.comm.heartbeat.arrivals import Straggler
 from shoal.observe.events import append_event
 from shoal.pages.live.follow import Cursor, Follower
 from shoal.pages.live.now import now_of
@@ -269,6 +271,19 @@ def test_a_rank_whose_lines_stopped_is_late(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", 30, ranks=3)
     os.utime(path / "metrics.rank1.jsonl", (1, 1))
     assert [(each.rank, each.state) for each in rank_states(path)] == [(0, "steps"), (1, "late"), (2, "steps")]
+
+
+def test_the_terminal_blames_a_rank_only_if_it_stands_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_run(tmp_path / "run", 30)
+    with open(path / "lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for stands_out in (True, False):
+            slow = slowest.to_metrics(Straggler(1, 0.5, 0.1, 0.4, 100, stands_out))
+            write_lines(path / "metrics.jsonl", [record(1, **slow), record(2)])
+            assert main(["watch", str(path), "--tui"]) == 0
+            shown = capsys.readouterr().out
+            assert ("the others wait for rank 1" in shown) is stands_out
+            assert ("late in turns" in shown) is not stands_out
 
 
 def test_the_terminal_shows_the_present_ranks_and_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

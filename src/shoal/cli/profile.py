@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from shoal.cli.bench.common import check_file
 from shoal.cli.overrides import parse
 from shoal.cli.reports.profile import show_profile
 from shoal.cli.train import Train, checked_job, run_job, write_summary
@@ -39,6 +40,9 @@ class ProfileOptions:
 
     trace: Path | None = None
     """Where to write the trace for https://ui.perfetto.dev. None: trace.json in the run directory."""
+
+    html: Path | None = None
+    """An HTML file to write: the page of the run, with the profile."""
 
     json: bool = False
     """Print the profile as one JSON object, and nothing else on stdout."""
@@ -69,7 +73,18 @@ def main(arguments: Sequence[str]) -> int:
         found = _finished(summary, options)
         write_summary(summary)  # a run without one is taken for dead
         show_profile(found, as_json=options.json, out=out)
+        if options.html is not None and summary["run_directory"]:
+            _write_page(options.html, Path(summary["run_directory"]), is_said=not options.json)
     return 130 if summary["was_stopped"] else 0
+
+
+def _write_page(path: Path, run: Path, *, is_said: bool) -> None:
+    from shoal.pages.report import make_report, write_page
+    from shoal.pages.run.read_run import read_run
+
+    write_page(path, make_report([read_run(run)]), "--html")
+    if is_said:
+        print(f"wrote {path}: a page", file=sys.stdout)
 
 
 def short(recipe: Recipe, steps: int) -> Recipe:
@@ -98,6 +113,7 @@ def _check(options: ProfileOptions) -> list[Problem]:
     if options.trace is not None and not options.trace.absolute().parent.is_dir():
         what = f"--trace must be a file in a folder that exists, got {str(options.trace)!r}"
         found.append(Problem("R065", what, "--trace trace.json"))
+    found += check_file(options.html, ".html")
     return found
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 
 from shoal.doctor.bounded import Check, run_checks
-from shoal.doctor.checks import cores, files, gpu, memory, network, versions
+from shoal.doctor.checks import cores, environment, files, gpu, memory, network, versions
 from shoal.doctor.finding import Finding
 
 
@@ -21,6 +21,7 @@ def host_checks(ports: Iterable[int]) -> Iterator[Check]:
     yield from memory.checks()
     yield from files.checks()
     yield Check("home directory", files.home)
+    yield from environment.checks()
     yield from cores.checks()
     yield from gpu.checks()
     yield from versions.checks()

@@ -9,21 +9,24 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.doctor.checks.versions import MUST_AGREE
+from shoal.doctor.checks.files import nearest_existing
+from shoal.doctor.checks.versions import MUST_AGREE, PACKAGES
 from shoal.doctor.finding import Finding, ok, size, warning, will_fail
 from shoal.doctor.link import LENGTH
 from shoal.doctor.link import SECONDS as LINK_SECONDS
+from shoal.doctor.needs import Folder, Needs, data_paths, folders
 from shoal.doctor.peer import MARK
 from shoal.errors import ShoalError
 from shoal.launch.hosts.hostlist import HostSpec
@@ -48,6 +51,8 @@ class Peer:
     facts: Mapping[str, str] = field(default_factory=dict)
     port: int = 0
     findings: list[Finding] = field(default_factory=list)
+    looked: Mapping[str, Any] = field(default_factory=dict)
+    """The findings about a recipe's paths there, and how large its data is."""
     said: bytearray = field(default_factory=bytearray)
     """Output that was not read as an answer."""
 
@@ -87,22 +92,29 @@ class Peer:
                 self.said += data
 
 
-def check_hosts(hosts: Sequence[HostSpec], ssh: str | None = None) -> list[Finding]:
-    """The findings of all hosts and of the connections between them."""
+def check_hosts(hosts: Sequence[HostSpec], ssh: str | None = None, needs: Needs | None = None) -> list[Finding]:
+    """The findings of all hosts and of the connections between them. `needs`: of a recipe, whose data and directories
+    every host has to have."""
     template = ssh or os.environ.get("SHOAL_SSH") or SSH
     if template == NOBODY:
         raise ShoalError("--ssh none starts nothing on other hosts", fix="shoal doctor, on each host", code="N102")
     peers = [_start(host, template) for host in hosts]
+    look = None if needs is None else {"data": data_paths(needs.recipe), "folders": _as_json(folders(needs))}
     token = secrets.token_hex(16)
     try:
         for peer in peers:
-            peer.ask(token=token)
+            peer.ask(token=token, look=look)
         found = [finding for peer in peers for finding in _join(peer)]
         there = [peer for peer in peers if peer.port]
         found += _compare_versions(there)
         found += _compare_clocks(there)
         found += _connect(there)
-        found += _shared_directory(there)
+        folder = Path.cwd()
+        if needs is not None:
+            found += compare_paths(there)
+            saves = [path for name, path, *_ in folders(needs) if name == "checkpoints"]
+            folder = nearest_existing(saves[0]) if saves else folder
+        found += _shared_directory(there, folder)
         return [*found, *_merged(there)]
     finally:
         for peer in peers:
@@ -144,6 +156,7 @@ def _join(peer: Peer) -> Iterator[Finding]:
     if said is not None:
         peer.facts, peer.port = said["facts"], int(said["port"])
         peer.findings = [Finding.parse(each) for each in said["findings"]]
+        peer.looked = said["looked"] or {}
         return
     if peer.command.process.poll() is None:
         fix = f"ssh {peer.spec.name} true   # must work without a password"
@@ -168,9 +181,23 @@ def _compare_versions(peers: Sequence[Peer]) -> Iterator[Finding]:
                 "versions", evidence, fix if name in ("torch", "shoal") else f"install {name} {usual} there"
             )
         else:
-            yield warning("versions", evidence, "install the same everywhere, if results differ between hosts")
+            others = [host for host, version in here.items() if version != usual]
+            yield warning("versions", evidence, _same(name, usual, others[0]))
     if not differing and len(peers) > 1:
         yield ok("versions", f"{', '.join(names)} are the same on {len(peers)} hosts")
+
+
+def _same(name: str, usual: str, host: str) -> str:
+    """The command that gives a host what most others have."""
+    if name == "code":
+        folder = shlex.quote(str(Path.cwd()))
+        return f"ssh {host} git -C {folder} checkout {usual.partition('+')[0]}   # and copy what was changed since"
+    if name == "encoding":
+        return f"export LC_ALL=C.UTF-8   # in ~/.bashrc of {host}"
+    if name in PACKAGES:
+        wanted = f"install '{name}=={usual}'" if usual != "none" else f"uninstall {name}"
+        return f"ssh {host} {sys.executable} -m pip {wanted}"
+    return "install the same everywhere, if results differ between hosts"
 
 
 def _compare_clocks(peers: Sequence[Peer]) -> Iterator[Finding]:
@@ -240,14 +267,38 @@ def _broken(source: str, target: str, found: Mapping[str, Any]) -> Finding:
             return will_fail("connections", evidence, fix)
 
 
-def _shared_directory(peers: Sequence[Peer]) -> Iterator[Finding]:
+def _as_json(found: Iterable[Folder]) -> list[list[Any]]:
+    return [[name, str(path), *more] for name, path, *more in found]
+
+
+def compare_paths(peers: Sequence[Peer]) -> Iterator[Finding]:
+    """Data and directories of a recipe as every host sees them: a rank reads and writes on its own host."""
+    seen: dict[str, dict[str, str]] = {}
+    for peer in peers:
+        for each in peer.looked.get("found", ()) if not peer.spec.is_local else ():  # those of this host are known
+            yield Finding.parse(each).on(peer.name)
+        for path, words in peer.looked.get("contents", {}).items():
+            seen.setdefault(path, {})[peer.name] = words
+    for path, by_host in seen.items():
+        if len(set(by_host.values())) > 1:
+            evidence = f"{path}: " + ", ".join(f"{host} has {words or 'nothing'}" for host, words in by_host.items())
+            usual = Counter(by_host.values()).most_common(1)[0][0]
+            source, other = (next(host for host, words in by_host.items() if (words == usual) is is_usual)
+                             for is_usual in (True, False))  # fmt: skip
+            fix = f"ssh {source} rsync -a --delete {shlex.quote(path)} {other}:{shlex.quote(path)}   # or a shared disk"
+            yield will_fail("data", evidence, fix)
+        elif len(by_host) > 1:
+            yield ok("data", f"{path}: {next(iter(by_host.values()))} on each of {len(by_host)} hosts")
+
+
+def _shared_directory(peers: Sequence[Peer], folder: Path) -> Iterator[Finding]:
     """A file that is written here must be seen by all hosts: checkpoints need a shared directory."""
     others = [peer for peer in peers if not peer.spec.is_local]
     if not others:
         return
     text = secrets.token_hex(16)
     try:
-        with tempfile.NamedTemporaryFile("w", prefix=".shoal-doctor-", dir=Path.cwd()) as file:
+        with tempfile.NamedTemporaryFile("w", prefix=".shoal-doctor-", dir=folder.resolve()) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -255,11 +306,11 @@ def _shared_directory(peers: Sequence[Peer]) -> Iterator[Finding]:
                 peer.ask(see=file.name, text=text)
             answers = {peer.name: peer.answer(LINK_SECONDS) for peer in others}
     except OSError as error:
-        yield will_fail("shared directory", f"{Path.cwd()}: {error.strerror}", "cd SOMEWHERE_ELSE")
+        yield will_fail("shared directory", f"{folder}: {error.strerror}", "cd SOMEWHERE_ELSE")
         return
     blind = [name for name, said in answers.items() if not (said and said["sees"])]
     if blind:
-        evidence = f"{', '.join(blind)} does not see what this host writes to {Path.cwd()}"
+        evidence = f"{', '.join(blind)} does not see what this host writes to {folder.resolve()}"
         yield warning("shared directory", evidence, "--checkpoint.dir A_SHARED_DIRECTORY   # or s3://bucket/run")
     else:
-        yield ok("shared directory", f"{Path.cwd()} is the same on all hosts")
+        yield ok("shared directory", f"{folder.resolve()} is the same on all hosts")

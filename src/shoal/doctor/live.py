@@ -132,12 +132,19 @@ def _judged(
 
 def _straggler(path: Path, pids: Mapping[int, int]) -> Iterator[Finding]:
     """The rank that the others wait for in a run that moves, as the run itself has measured it."""
+    from shoal.comm.heartbeat import slowest
+
     last = next((each for each in records(path) if "straggler_rank" in each), {})
-    rank, cost, late = (last.get(f"straggler_{name}") for name in ("rank", "cost_fraction", "late_seconds"))
-    if not (isinstance(rank, int) and isinstance(cost, float) and isinstance(late, float)) or not COSTLY <= cost <= 1:
+    found = slowest.of_metrics(last)
+    if found is None or found.cost_fraction < COSTLY:
         return
-    evidence = f"the others wait {cost:.0%} of the time for rank {rank}, which is {late * 1e3:.0f} ms late (median)"
-    where = f" -p {pids[rank]}" if rank in pids else ""
+    cost = f"{found.cost_fraction:.0%} of the time"
+    if not found.stands_out:
+        yield ok("slowest rank", f"ranks are late in turns; the one that costs most, {found.rank}, takes {cost}")
+        return
+    late = f"{found.late_seconds * 1e3:.0f} ms late (median)"
+    evidence = f"the others wait {cost} for rank {found.rank}, which is {late}"
+    where = f" -p {pids[found.rank]}" if found.rank in pids else ""
     yield warning("slowest rank", evidence, f"top -H{where}   # other programs, heat, a slow disk; or uneven batches")
 
 

@@ -65,10 +65,8 @@ def checks(needs: Needs) -> Iterator[Check]:
     yield Check("shared memory", lambda: shared_memory(needs), 1.0)
     yield Check("open files", lambda: memory.open_files(_open_files(needs)))
     yield Check("cores of the plan", lambda: threads(needs))
-    yield from _directories(needs)
-    for section in needs.recipe.data.each:
-        if isinstance(section.source, str) and _is_path(section):
-            yield _data_check(section.source)
+    yield from (files.directory_check(*each) for each in folders(needs))
+    yield from map(data_check, data_paths(needs.recipe))
 
 
 def host_memory(needs: Needs, available: Callable[[], tuple[int, str]] = memory.available) -> Iterator[Finding]:
@@ -163,17 +161,27 @@ def threads(needs: Needs) -> Iterator[Finding]:
         yield ok("cores of the plan", evidence)
 
 
-def _directories(needs: Needs) -> Iterator[Check]:
+Folder = tuple[str, Path, str, int]
+"""The name of a check, a directory, the fix, and the bytes that are needed there."""
+
+
+def folders(needs: Needs) -> Iterator[Folder]:
+    """The directories that a run writes to."""
     recipe = needs.recipe
     run = Path(recipe.run.dir or Path("runs") / recipe.run.name)
     kept = needs.state_bytes * (recipe.checkpoint.keep + 1)  # one more while it is written
     where = recipe.checkpoint.dir
     if where is None:
-        yield files.directory_check("checkpoints", run / "checkpoints", "--run.dir SOMEWHERE_ELSE", kept)
+        yield "checkpoints", run / "checkpoints", "--run.dir SOMEWHERE_ELSE", kept
         return
-    yield files.directory_check("run directory", run, "--run.dir SOMEWHERE_ELSE")
+    yield "run directory", run, "--run.dir SOMEWHERE_ELSE", 0
     if "://" not in where:
-        yield files.directory_check("checkpoints", Path(where), "--checkpoint.dir SOMEWHERE_ELSE", kept)
+        yield "checkpoints", Path(where), "--checkpoint.dir SOMEWHERE_ELSE", kept
+
+
+def data_paths(recipe: Recipe) -> list[str]:
+    """Sources of data that are files or directories."""
+    return [section.source for section in recipe.data.each if isinstance(section.source, str) and _is_path(section)]
 
 
 def _is_path(section: DataSection) -> bool:
@@ -181,7 +189,9 @@ def _is_path(section: DataSection) -> bool:
     return source not in _BUILT_IN and not source.startswith("hf:") and "://" not in source
 
 
-def _data_check(source: str) -> Check:
+def data_check(source: str) -> Check:
+    """The check of one source of data."""
+
     def hangs(seconds: float) -> Finding:
         evidence = f"{source}: nothing was read within {seconds:g} s; the file system hangs"
         return will_fail("data", evidence, "--data.source OTHER_PATH   # or mount it again")

@@ -24,6 +24,7 @@ BUTTONS = """\
 <button type="button" data-smooth aria-pressed="false">smooth</button></span>\
 <span class="group"><button type="button" data-reset>reset zoom</button></span></div>"""
 
+NAMED = "<section id="
 NOTE = (
     "Drag over a chart to zoom into all of them; a double click shows everything again. Dashed lines are failures (red)"
     " and restarts; short ticks are saves."
@@ -60,12 +61,13 @@ def _one(run: RunRecord, drawn: str) -> str:
 
 
 def _several(runs: Sequence[RunRecord], drawn: str) -> str:
-    parts = [compare.figures(runs), drawn, compare.differences(runs)]
+    parts = [compare.figures(runs), drawn, compare.profiles(runs), compare.differences(runs)]
     for run in runs:
         name = section(f"<bdi>{text(run.name, 80)}</bdi>", top.verdict(run) + top.look_next(run))
-        parts.append(
-            f'<div class="run">{name}{time_spent.time_spent(run)}{layout.layout(run)}{origin.origin(run)}</div>'
-        )
+        own = (time_spent.time_spent(run), profile.profile(run), time_spent.ranks(run), marks.history(run),
+               layout.layout(run), origin.origin(run))  # fmt: skip
+        # A name stands for one section of a page, which here has one of each run.
+        parts.append(f'<div class="run">{name}{"".join(own)}</div>'.replace(NAMED, "<section data-part="))
     return "".join(parts)
 
 

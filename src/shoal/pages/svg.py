@@ -89,8 +89,8 @@ def heat_map(rows: Sequence[tuple[str, Sequence[float | None]]], label: str) -> 
                 paths[shade].append(f"M{60 + column * wide:.1f} {row * height}h{wide:.1f}v{height - 1}h-{wide:.1f}z")
     drawn = "".join(f'<path class="heat h{n}" d="{"".join(cells)}"/>' for n, cells in enumerate(paths) if cells)
     return (
-        f'<svg class="map" viewBox="0 0 1000 {height * len(rows)}" role="img"><title>{text(label)}</title>'
-        f"{drawn}{''.join(_names(rows, height))}</svg>"
+        f'<div class="wide"><svg class="map" viewBox="0 0 1000 {height * len(rows)}" role="img"><title>{text(label)}'
+        f"</title>{drawn}{''.join(_names(rows, height))}</svg></div>"
     )
 
 

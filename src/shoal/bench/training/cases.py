@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +14,13 @@ from shoal.blueprint.plan import Plan
 from shoal.blueprint.plan_parser import parse_words
 from shoal.blueprint.replicas.sync_words import AUTO
 from shoal.comm.rendezvous.launcher_environment import Placement
-from shoal.config.recipe import Recipe
+from shoal.config.recipe import DataSection, Recipe
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.sources.open import open_datasets
 from shoal.errors import Problem, ShoalError
 from shoal.launch.local import fork_is_safe, launch
 from shoal.train.recipe.memory.fits import check_fits
-from shoal.train.recipe.preflight import Job, as_trained, check_recipe
+from shoal.train.recipe.preflight import Datasets, Job, as_trained, check_recipe
 
 KEPT = ("recompute", "precision")
 """Words of the recipe's own plan that hold for every plan, unless that has another."""
@@ -95,9 +96,16 @@ def _problems(placement: Placement | None, store: Store | None, recipe: Recipe, 
 def _job(recipe: Recipe, ranks: int) -> Job:
     """The job of a recipe without problems."""
     recipe = as_trained(recipe)
-    datasets = open_datasets(recipe.data, recipe.run.seed)
+    datasets = _opened(recipe.data.model_copy(update={"global_batch": 1}).model_dump_json(), recipe.run.seed)
     recipe = recipe.model_copy(update={"plan": recipe.plan.resolve(ranks)})
     return Job(recipe, *datasets, Fingerprint.of(*datasets))
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(section: str, seed: int) -> Datasets:
+    """The data of a recipe, once for all rows: ranks are forked with all that this process holds, so that the memory of
+    a row would grow with the number of rows. Rows differ in their global batch alone, of which no sample depends."""
+    return open_datasets(DataSection.model_validate_json(section), seed)
 
 
 def _in_one_line(problems: Sequence[Problem]) -> str:

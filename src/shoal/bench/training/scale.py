@@ -5,15 +5,14 @@
     base     one rank of the same program, with the same threads and the same microbatch
 
 Efficiency is the time of the base over the time of a row, divided by the ranks in strong mode. It is taken round by
-round, since both were measured side by side. Predictions take computation as it was measured on ranks that send nothing
-(`anchor`).
+round, since both were measured side by side. All figures of a row are of one round, that of its median efficiency.
+Predictions take computation as it was measured on ranks that send nothing (`anchor`).
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from shoal.bench.training.anchor import Anchors, alone
 from shoal.bench.training.cases import Ranks, checked_case, checked_job, microbatch_of, with_plan
 from shoal.bench.training.machine import CalibrationTurns
 from shoal.bench.training.predicted import Predicted, predict_case, typical
-from shoal.bench.training.turns import WARMUP_STEPS, Case, Spread, differences, measure_in_turns, ratios
+from shoal.bench.training.turns import WARMUP_STEPS, Case, Spread, differences, measure_in_turns
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError, raise_if
 from shoal.predict.cluster import Cluster
@@ -210,7 +209,8 @@ def row_mapping(row: Row, predictions: Predictions, *, is_anchored: bool = False
     }  # fmt: skip
     if case.job is None:
         return known
-    plan, predicted = case.job.recipe.plan, typical(predictions.get(case.name, ()))
+    rounds = predictions.get(case.name, ())
+    plan, predicted = case.job.recipe.plan, _of_round(row, predictions) if case.is_measured else typical(rounds)
     if row.plan != data_parallel.NAME:
         known |= {
             "microbatch": plan.microbatch_size(row.batch),
@@ -226,11 +226,12 @@ def row_mapping(row: Row, predictions: Predictions, *, is_anchored: bool = False
 
 
 def _measured(row: Row, predictions: Predictions) -> dict[str, Any]:
-    case, rounds = row.case, predictions.get(row.case.name, ())
-    predicted = typical(rounds)
+    case, number = row.case, typical_round(row)
+    predicted = _of_round(row, predictions)
     assert case.job is not None
-    seconds, tokens = case.seconds, case.job.training.tokens_per_sample or 1
+    seconds, tokens = replace(case.seconds, median=case.turns[number].median), case.job.training.tokens_per_sample or 1
     found = {
+        "round": number,
         "step_seconds": seconds.to_mapping(),
         "per_second": row.batch * tokens / seconds.median,
         "peak_bytes": case.peak,
@@ -241,31 +242,47 @@ def _measured(row: Row, predictions: Predictions) -> dict[str, Any]:
     if predicted is None:
         return found
     return found | {
-        "step_error": _step_error(case, rounds),
+        "step_error": predicted.seconds / seconds.median - 1,
         "peak_error": predicted.peak / case.peak - 1,
     }
 
 
 def _efficiency(row: Row, predictions: Predictions) -> dict[str, Any]:
     """Efficiency and its prediction; nothing for the base, and where ranks share cores."""
-    if row.base is None or row.note or not row.base.case.is_measured:
+    each, number = _efficiencies(row), typical_round(row)
+    if not each or row.base is None:
         return {}
-    of = row.ranks if row.mode == "strong" else 1
-    slower = ratios(row.case, row.base.case)
-    found = Spread(1 / (slower.median * of), 1 / (slower.high * of), 1 / (slower.low * of))
+    found = Spread(each[number], min(each), max(each))
     known: dict[str, Any] = {"efficiency": found.to_mapping(), "speedup": found.median * row.ranks}
-    pairs = zip(*(predictions.get(case.name, ()) for case in (row.case, row.base.case)), strict=True)
-    both = [base.seconds / (own.seconds * of) for own, base in pairs if own is not None and base is not None]
-    if both:
-        expected = statistics.median(both)
+    own, base = _of_round(row, predictions), _of_round(row.base, predictions, number)
+    if own is not None and base is not None:
+        expected = base.seconds / (own.seconds * (row.ranks if row.mode == "strong" else 1))
         known |= {"predicted_efficiency": expected, "efficiency_error": expected / found.median - 1}
     return known
 
 
-def _step_error(case: Case, rounds: Sequence[Predicted | None]) -> float:
-    """Predicted over measured, minus one: round by round, since the machine was measured beside the case."""
-    pairs = zip(rounds, case.turns, strict=False)
-    return statistics.median(each.seconds / turn.median for each, turn in pairs if each is not None) - 1
+def _efficiencies(row: Row) -> list[float]:
+    """The efficiency in each round; empty for the base, and where ranks share cores."""
+    if row.base is None or row.note or not row.base.case.is_measured:
+        return []
+    of = row.ranks if row.mode == "strong" else 1
+    pairs = zip(row.case.turns, row.base.case.turns, strict=False)
+    return [base.median / (turn.median * of) for turn, base in pairs]
+
+
+def typical_round(row: Row) -> int:
+    """The round that all figures of a row are of: that of its median efficiency, else of its median step; of an even
+    number of rounds the slower one of the two in the middle. A step, its prediction and its error from different rounds
+    would be of different speeds of the machine."""
+    of_speed = _efficiencies(row) or [-turn.median for turn in row.case.turns]
+    return sorted(range(len(of_speed)), key=of_speed.__getitem__)[(len(of_speed) - 1) // 2]
+
+
+def _of_round(row: Row, predictions: Predictions, number: int | None = None) -> Predicted | None:
+    """The prediction of a row for the machine as it was in a round; in its own, if none is given."""
+    rounds = predictions.get(row.case.name, ())
+    number = typical_round(row) if number is None else number
+    return rounds[number] if number < len(rounds) else None
 
 
 def losses_of(table: ScaleTable) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from shoal.doctor.finding import Finding, Level, by_severity
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
+    from shoal.doctor.needs import Needs
     from shoal.launch.hosts.hostlist import HostSpec
 
 OWN = ("--json", "--port", "--ssh")
@@ -101,27 +102,27 @@ def _check(options: Doctor, reading: RecipeReading, arguments: Sequence[str]) ->
     if options.port is not None and not 0 < options.port < 65536:
         raise ShoalError(f"--port must be 1 to 65535, got {options.port}", fix="--port 29500", code="N101")
     hosts = _read_hosts(options, recipe.launch.nproc)
-    has_recipe = _has_recipe(options, arguments)
+    has_recipe, needs = _has_recipe(options, arguments), None
     ports = [*([] if options.port is None else [options.port]), *port_of_environment()]
     if not has_recipe:
         findings = run_checks(list(host_checks(ports)))
     else:
+        from shoal.doctor import needs as of_recipe
         from shoal.doctor.dry_run import DryRun
-        from shoal.doctor.needs import Needs, checks
 
         dry_run = DryRun.start(_train_words(arguments))
         findings = run_checks(list(host_checks(ports)))
         answer = dry_run.answer()
         world_size = answer.ranks or recipe.launch.nproc or 1
         ranks = hosts[0].slots if hosts else world_size
-        needs = Needs(recipe=recipe, ranks=ranks, world_size=world_size, predicted=answer.predicted)
-        ours = run_checks(list(checks(needs)))
+        needs = of_recipe.Needs(recipe=recipe, ranks=ranks, world_size=world_size, predicted=answer.predicted)
+        ours = run_checks(list(of_recipe.checks(needs)))
         known = {each.check for each in ours}
         findings = [*answer.findings, *ours, *(each for each in findings if each.check not in known)]
         if options.recipe is not None:
             findings = [replace(each, fix=each.fix.replace("RECIPE", str(options.recipe))) for each in findings]
     if hosts:
-        findings = _with_hosts(hosts, options, findings)
+        findings = _with_hosts(hosts, options, findings, needs)
     name = socket.gethostname()
     parts = [f"recipe {options.recipe or 'of the command line'}"] if has_recipe else []
     title = ", ".join([*parts, f"hosts {', '.join(each.name for each in hosts)}" if hosts else f"host {name}"])
@@ -155,7 +156,7 @@ def _read_hosts(options: Doctor, nproc: int | None) -> list[HostSpec]:
     return read_hosts(options.hosts, default_slots=nproc or 1)
 
 
-def _with_hosts(hosts: list[HostSpec], options: Doctor, here: list[Finding]) -> list[Finding]:
+def _with_hosts(hosts: list[HostSpec], options: Doctor, here: list[Finding], needs: Needs | None) -> list[Finding]:
     from shoal.doctor.hosts import check_hosts
 
-    return [*check_hosts(hosts, options.ssh), *here]
+    return [*check_hosts(hosts, options.ssh, needs), *here]

@@ -84,6 +84,9 @@ def _straggler(summary: dict[str, Any]) -> list[tuple[str, str]]:
     found = summary.get("straggler")
     if not found or found["cost_fraction"] < 0.01:
         return []
+    if not found["stands_out"]:
+        text = f"ranks are late in turns; rank {found['rank']} costs most, {found['cost_fraction']:.0%} of the time"
+        return [("slowest, measured", text)]
     last, late = f"{found['last_fraction']:.0%}", f"{found['late_seconds'] * 1e3:.1f} ms"
     text = f"rank {found['rank']}: last in {last} of collectives, {late} late (median)"
     return [("slowest, measured", f"{text}; costs {found['cost_fraction']:.0%} of the time")]

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.comm.heartbeat import slowest
 from shoal.pages.live.now import Now, now_of
 from shoal.pages.live.ranks import RankState, rank_states
 from shoal.pages.run.own_files import Record, read_object, tail_records
@@ -136,10 +137,12 @@ def _straggler(records: list[Record]) -> list[RenderableType]:
     last = next((each for each in reversed(records) if each.get("straggler_rank") is not None), None)
     if last is None:
         return []
-    rank, cost = number(last.get("straggler_rank")), last.get("straggler_cost_fraction")
-    if not math.isfinite(rank):
+    found = slowest.of_metrics(last)
+    if found is None:
         return []
-    return [Text(f"the others wait for rank {rank:.0f} {percent(cost)} of the time", "yellow")]
+    if not found.stands_out:
+        return [Text("ranks are late in turns: the others wait for no single one", "dim")]
+    return [Text(f"the others wait for rank {found.rank} {percent(found.cost_fraction)} of the time", "yellow")]
 
 
 def _events(records: list[Record]) -> list[RenderableType]:

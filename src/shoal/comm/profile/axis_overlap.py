@@ -66,6 +66,8 @@ class AxisOverlap:
         self.is_on = is_on
         self.last: dict[str, AxisTime] | None = None
         """Of the last step; None: it was not timed."""
+        self.without_core = 0.0
+        """Seconds of the last timed step in which the main thread could run and had no core, by the kernel's count."""
 
     @contextmanager
     def step(self, index: int) -> Iterator[None]:
@@ -81,6 +83,7 @@ class AxisOverlap:
             yield
             timer.end_step()
             self.last = by_axis(timer.steps, timer.entered, timer.ended)
+            self.without_core = sum(step.delay or 0 for step in timer.steps) / 1e9
         finally:
             restore()
             current.timer = None

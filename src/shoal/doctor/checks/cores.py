@@ -18,6 +18,7 @@ from shoal.launch import cgroup
 
 UNSYNCHRONIZED = 5
 """TIME_ERROR of adjtimex(2)."""
+NODES = Path("/sys/devices/system/node")
 OLDEST = 1767225600
 """2026: a clock before it was never set."""
 
@@ -25,6 +26,7 @@ OLDEST = 1767225600
 def checks() -> Iterator[Check]:
     """The checks of cores, clock and stacks."""
     yield Check("cores", cores)
+    yield Check("NUMA", numa)
     yield Check("clock", clock)
     yield Check("stacks", stacks)
 
@@ -59,6 +61,43 @@ def cores() -> Iterator[Finding]:
         load = os.getloadavg()[0]
         busy = f"; load {load:.1f}: other programs compute" if load > 2 * number else ""
         yield hint("cores", why + busy, "top") if busy else ok("cores", why)
+
+
+def numa(nodes: Path = NODES, status: Path = Path("/proc/self/status")) -> Iterator[Finding]:
+    """A container may have cores of a NUMA node without its memory: then every read goes to another node."""
+    found = {int(each.name[4:]): _numbers(_text(each / "cpulist")) for each in nodes.glob("node[0-9]*")}
+    if len(found) < 2:
+        return
+    allowed = dict(line.partition(":")[::2] for line in _text(status).splitlines())
+    mine = _numbers(allowed.get("Cpus_allowed_list", ""))
+    memory = _numbers(allowed.get("Mems_allowed_list", ""))
+    computing = {node for node, owned in found.items() if owned & mine}
+    far = sorted(computing - memory)
+    if far:
+        here = ", ".join(map(str, far))
+        evidence = f"cores of NUMA node {here}, and memory of node {', '.join(map(str, sorted(memory)))} alone"
+        both = ",".join(map(str, sorted(computing)))
+        fix = f"docker run --cpuset-mems={both} ...   # or another cpuset of the job"
+        yield warning("NUMA", f"{evidence}: every read is a remote one", fix)
+    else:
+        yield ok("NUMA", f"{len(found)} nodes; cores of {counted(len(computing), 'node')}, each with its memory")
+
+
+def _numbers(text: str) -> set[int]:
+    """The numbers of a list as the kernel writes it.
+
+    >>> sorted(_numbers("0-2,8"))
+    [0, 1, 2, 8]
+    """
+    pairs = [part.strip().partition("-") for part in text.split(",") if part.strip()]
+    return {number for first, _, last in pairs for number in range(int(first), int(last or first) + 1)}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def clock() -> Iterator[Finding]:

@@ -120,6 +120,19 @@ def readable(name: str, path: Path, fix: str) -> Iterator[Finding]:
     yield ok(name, f"{path} is readable") if total else will_fail(name, f"{path} is empty", fix)
 
 
+MOST_FILES = 10_000
+
+
+def contents(path: Path) -> str:
+    """How many files a path has and how large they are, to compare it between hosts; empty: it cannot be read."""
+    try:
+        every = sorted(each for each in path.rglob("*") if each.is_file())[:MOST_FILES] if path.is_dir() else [path]
+        sizes = [each.stat().st_size for each in every]
+    except OSError:
+        return ""
+    return f"{len(every):,} file{'s' * (len(every) != 1)} of {sum(sizes):,} bytes"
+
+
 def ignored_tmpdir() -> Iterator[Finding]:
     """Python takes another directory, without a word, where that of TMPDIR cannot be used."""
     named, used = os.environ.get("TMPDIR", ""), tempfile.gettempdir()

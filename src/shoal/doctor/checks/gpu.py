@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shoal.doctor.bounded import Check
 from shoal.doctor.checks.nvml import Driver, Gpu, NvmlError, read_driver
-from shoal.doctor.finding import Finding, counted, ok, size, warning, will_fail
+from shoal.doctor.finding import Finding, counted, hint, ok, size, warning, will_fail
 
 SECONDS = 3.0
 BUSY = 20
@@ -56,6 +56,7 @@ def gpus(read: Callable[[], Driver] = read_driver, *, has_device: bool | None = 
         return
     yield from _check_driver(driver)
     yield from _check_visible(len(driver.gpus))
+    yield from _check_pairs(driver)
     for index, each in enumerate(driver.gpus):
         yield from _check_gpu(index, each)
 
@@ -74,6 +75,23 @@ def _check_driver(driver: Driver) -> Iterator[Finding]:
         yield will_fail("GPUs", evidence, f"pip install torch --index-url {index}   # or a newer driver")
     else:
         yield ok("GPUs", seen)
+
+
+def _check_pairs(driver: Driver) -> Iterator[Finding]:
+    """GPUs that cannot read each other's memory send every byte through the host's."""
+    count = len(driver.gpus)
+    if count < 2:
+        return
+    if not driver.apart:
+        yield ok("GPU pairs", f"all {counted(count, 'GPU')} read each other's memory (P2P)")
+        return
+    named = ", ".join(f"{one} and {other}" for one, other in driver.apart[:4])
+    named += f" and {len(driver.apart) - 4} more pairs" if len(driver.apart) > 4 else ""
+    is_all = len(driver.apart) == count * (count - 1) // 2
+    which = f"no pair of the {count} GPUs has P2P" if is_all else f"GPUs {named} have no P2P, others have"
+    fix = "nvidia-smi topo -p2p r   # virtualization, ACS or an IOMMU may forbid it: sudo dmesg | grep -i iommu"
+    kind = hint if is_all else warning
+    yield kind("GPU pairs", f"{which}: their bytes go through the host's memory, which is several times slower", fix)
 
 
 def _check_visible(count: int) -> Iterator[Finding]:

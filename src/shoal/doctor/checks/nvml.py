@@ -6,7 +6,9 @@ NVML can hang on a sick node, and may crash. So it is called in a child process 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
@@ -17,7 +19,7 @@ SLOWED = {
     0x80: "power brake of the rack",
 }
 """Reasons for low clocks that show a fault. Low clocks of an idle GPU (0x01) and the power cap (0x04) are usual."""
-_UNCORRECTED, _SINCE_REBOOT = 1, 0
+_UNCORRECTED, _SINCE_REBOOT, _READS = 1, 0, 0
 
 
 class NvmlError(Exception):
@@ -48,6 +50,8 @@ class Driver:
     cuda: tuple[int, int]
     """The newest CUDA that it runs."""
     gpus: tuple[Gpu, ...]
+    apart: tuple[tuple[int, int], ...] = ()
+    """Pairs of GPUs that cannot read each other's memory (P2P)."""
 
 
 class _Memory(ctypes.Structure):
@@ -69,7 +73,20 @@ def read_driver(library: Any = None) -> Driver:
     _call(lib, "nvmlSystemGetCudaDriverVersion_v2", ctypes.byref(cuda))
     _call(lib, "nvmlDeviceGetCount_v2", ctypes.byref(count))
     gpus = tuple(_gpu(lib, index) for index in range(count.value))
-    return Driver(version=version.value.decode(), cuda=(cuda.value // 1000, cuda.value % 1000 // 10), gpus=gpus)
+    known = Driver(version=version.value.decode(), cuda=(cuda.value // 1000, cuda.value % 1000 // 10), gpus=gpus)
+    return replace(known, apart=tuple(_apart(lib, count.value)))
+
+
+def _apart(lib: Any, count: int) -> Iterator[tuple[int, int]]:
+    """Pairs of GPUs of which the driver says that one cannot read the other's memory."""
+    handles = [ctypes.c_void_p() for _ in range(count)]
+    for index, handle in enumerate(handles):
+        _call(lib, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+    for one, other in combinations(range(count), 2):
+        status = ctypes.c_uint()  # 0: it can; also where this NVML does not know
+        _try(lib, "nvmlDeviceGetP2PStatus", handles[one], handles[other], _READS, ctypes.byref(status))
+        if status.value:
+            yield one, other
 
 
 def _gpu(lib: Any, index: int) -> Gpu:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -22,6 +24,8 @@ EXTRAS = {
     "torchao": ("fp8", "fp8"),
 }
 """Module → its extra, and what needs it."""
+PACKAGES = ("transformers", "tokenizers", "safetensors", "pyarrow", "torchao", "triton")
+"""Packages that may read data or compute, and so have to be the same on all hosts; some need them, others do not."""
 MUST_AGREE = ("python", "torch", "shoal", "NCCL")
 """On all hosts of a run; others may differ."""
 
@@ -36,7 +40,28 @@ def facts() -> dict[str, str]:
     """Name → version; what is not installed is left out."""
     found = {"python": platform.python_version(), "torch": _installed("torch"), "shoal": __version__}
     found |= {"numpy": _installed("numpy"), "NCCL": loaded_nccl(), "driver": _driver(), "kernel": platform.release()}
+    found |= {name: _installed(name) for name in PACKAGES}
+    found |= {"code": code_of(Path.cwd()), "encoding": sys.getfilesystemencoding()}
     return {name: version for name, version in found.items() if version}
+
+
+def code_of(folder: Path) -> str:
+    """The commit of the code in a folder, with a hash of what was changed since; empty: it is in no repository, or git
+    is missing."""
+    commit = _git(folder, "rev-parse", "--short=12", "HEAD").strip().decode()
+    if not commit:
+        return ""
+    changed = _git(folder, "diff", "--no-ext-diff", "--no-textconv", "HEAD")
+    return f"{commit}+{hashlib.sha256(changed).hexdigest()[:6]}" if changed else commit
+
+
+def _git(folder: Path, *words: str) -> bytes:
+    """What git prints; nothing, if it fails or takes long."""
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *words]
+    try:
+        return subprocess.run(command, capture_output=True, check=True, timeout=1.5).stdout
+    except (OSError, subprocess.SubprocessError):
+        return b""
 
 
 def versions() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Horizontal bars with their names: ratios against a line at 1, and parts that are stacked."""
+"""Horizontal bars with their names: ratios against a line at 1."""
 
 from __future__ import annotations
 
@@ -32,27 +32,6 @@ def ratio_bars(rows: Sequence[tuple[str, float, float, float, float | None]], la
     return _svg(len(rows), label, "".join(drawn) + line)
 
 
-def stacked_bars(
-    rows: Sequence[tuple[str, Sequence[tuple[str, float]], str]], causes: Sequence[str], label: str
-) -> str:
-    """A bar of parts for each row: its name, (cause, size) pairs, and the figure at its end."""
-    most = max((sum(size for _, size in parts) for _, parts, _ in rows), default=1.0) or 1.0
-    scale, drawn = (WIDTH - NAMES - FIGURES) / most, []
-    for number, (name, parts, figure) in enumerate(rows):
-        y, x = number * ROW + 4, float(NAMES)
-        boxes = []
-        for cause, size in parts:
-            width, colour = max(0.0, size * scale), causes.index(cause) % 6
-            box = f'class="f{colour}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="20"'
-            boxes.append(f"<rect {box}><title>{text(f'{name}, {cause}')}</title></rect>")
-            x += width
-        drawn.append(
-            f'<g><text x="0" y="{y + 15}">{text(name, 28)}</text>{"".join(boxes)}'
-            f'<text x="{WIDTH}" y="{y + 15}" text-anchor="end">{text(figure)}</text></g>'
-        )
-    return _svg(len(rows), label, "".join(drawn))
-
-
 def _svg(count: int, label: str, drawn: str) -> str:
     box = f'viewBox="0 0 {WIDTH} {count * ROW + 6}" role="img"'
-    return f'<svg class="plot bars" {box}><title>{text(label)}</title>{drawn}</svg>'
+    return f'<div class="wide"><svg class="plot bars" {box}><title>{text(label)}</title>{drawn}</svg></div>'

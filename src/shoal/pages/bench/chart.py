@@ -63,7 +63,7 @@ def chart(lines: Sequence[Line], x: Axis, y: Axis, label: str) -> str:
     """The drawing."""
     drawn = [*_grid(x, y), *(part for number, line in enumerate(lines) for part in _line(line, x, y, number % 6))]
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
-    return f'<svg class="plot" {box}><title>{text(label)}</title>{"".join(drawn)}</svg>'
+    return f'<div class="wide"><svg class="plot" {box}><title>{text(label)}</title>{"".join(drawn)}</svg></div>'
 
 
 def _across(x: Axis, value: float) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shoal.pages.html import ASSETS, page, section, table, text
-from shoal.pages.words import figure
+from shoal.pages.words import figure, times
 from shoal.version import __version__
 
 Found = Mapping[str, Any]
@@ -44,8 +44,8 @@ def machine(found: Found) -> str:
         ("host", found.get("host", "–")),
         ("cores, threads of a rank", f"{found.get('cores', '–')}, {found.get('threads', '–')}"),
         ("load before, after", f"{figure(found.get('load_before'), 3)}, {figure(found.get('load_after'), 3)}"),
-        ("steps, rounds", f"{found.get('steps', '–')} timed, in {found.get('rounds', '–')} rounds"),
-        ("left out", f"{found.get('warmup_steps', '–')} first steps of every turn"),
+        ("steps, rounds", f"{found.get('steps', '–')} timed, in {times(found.get('rounds'), 'round')}"),
+        *([("left out", f"{found['warmup_steps']} first steps of every turn")] if "warmup_steps" in found else []),
         ("predictions", f"{cluster.get('source', '–')}, {cluster.get('date', '')}"),
         ("took", f"{figure(found.get('seconds'), 3)} s"),
     ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.pages.bench.bars import stacked_bars
-from shoal.pages.bench.frame import Found, bench_page, keys, machine, not_measured, verdict
+from shoal.pages.bar_rows import BarRow, bar_rows
+from shoal.pages.bench.frame import Found, bench_page, machine, not_measured, verdict
 from shoal.pages.bench.scale import mib
 from shoal.pages.html import section, table
 from shoal.pages.words import percent
@@ -20,13 +20,12 @@ NOTE = (
 def make_page(found: Found) -> str:
     """The page, from the JSON of the benchmark."""
     rows = [row for row in found["rows"] if "measured" in row]
-    bars = []
+    bars: list[BarRow] = []
     for row in rows:
         for what, name in (("measured", f"{row['plan']}, {row['ranks']} ranks"), ("predicted", "predicted")):
             if row[what] is not None:
-                parts = [(cause, row[what][cause]) for cause in CAUSES]
-                bars.append((name, parts, mib(row[what]["total"])))
-    drawn = stacked_bars(bars, CAUSES, "memory by cause") + keys(CAUSES, dashed="")
+                bars.append(BarRow(name, [row[what][cause] for cause in CAUSES], (mib(row[what]["total"]),)))
+    drawn = bar_rows(("plan", "by cause", "total"), CAUSES, bars)
     head = ("plan", "ranks", "", *CAUSES, "total", "error")
     shown = [
         _verdict(found, rows),

@@ -53,7 +53,8 @@ def scatter(
         f'<text x="{RIGHT}" y="414" text-anchor="end">{text(names[0])}</text>'
         f'<text x="{LEFT + 8}" y="{TOP + 10}">{text(names[1])}{" (logarithmic)" if is_log else ""}</text>'
     )
-    return f'<svg class="map" viewBox="0 0 1000 420" role="img">{"".join(lines)}{titles}{"".join(drawn)}</svg>'
+    drawn_all = f"{''.join(lines)}{titles}{''.join(drawn)}"
+    return f'<div class="wide"><svg class="map" viewBox="0 0 1000 420" role="img">{drawn_all}</svg></div>'
 
 
 def ticks(high: float, most: int = 6) -> list[float]:

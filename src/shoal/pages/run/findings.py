@@ -33,7 +33,7 @@ class Finding:
 
 def findings(run: RunRecord) -> list[Finding]:
     """All findings of a run, the costliest first."""
-    checks = (_death, _damage, _losses, _saves, _data, _communication, _straggler, _jitter, _validation)
+    checks = (_death, _damage, _losses, _saves, _data, _communication, _straggler, _jitter, _validation, _profiled)
     found = [finding for check in checks for finding in check(run)]
     return sorted(found, key=lambda finding: -finding.weight)
 
@@ -115,17 +115,19 @@ def _profile(run: RunRecord) -> str:
 
 
 def _straggler(run: RunRecord) -> Iterator[Finding]:
-    found = run.summary.get("straggler")
-    if isinstance(found, dict):
-        cost, rank, late = (number(found.get(key)) for key in ("cost_fraction", "rank", "late_seconds"))
-        stands_out = found.get("stands_out") is not False
-    else:
-        names = ("straggler_cost_fraction", "straggler_rank", "straggler_late_seconds")
-        cost, rank, late = (number(run.metrics.last(name)) for name in names)
-        stands_out = True
-    if cost >= WORTH and stands_out and math.isfinite(rank):
-        evidence = f"{duration(late)} late (median); at least {percent(cost)} of the time"
-        yield Finding(f"All wait for rank {rank:.0f}", evidence, "shoal doctor on its host; top -H there", cost)
+    found = run.slowest
+    if found is not None and found.cost_fraction >= WORTH and found.stands_out:
+        evidence = f"{duration(found.late_seconds)} late (median); at least {percent(found.cost_fraction)} of the time"
+        fix = "shoal doctor on its host; top -H there"
+        yield Finding(f"All wait for rank {found.rank}", evidence, fix, found.cost_fraction)
+
+
+def _profiled(run: RunRecord) -> Iterator[Finding]:
+    """The verdict of a profile, unless the run is bound by computation, which nothing has to change."""
+    found = run.profile.get("verdict")
+    if isinstance(found, dict) and found.get("kind") != "compute" and number(found.get("cost")) >= WORTH:
+        what, evidence, fix = (str(found.get(key) or "") for key in ("title", "evidence", "next"))
+        yield Finding(f"Profile: {what}", evidence, fix, min(1.0, number(found.get("cost"))))
 
 
 def _jitter(run: RunRecord) -> Iterator[Finding]:

@@ -15,8 +15,8 @@ from shoal.blueprint.layout import GROUP_AXES
 
 COLUMNS = (
     *("loss", "grad_norm", "lr", "tokens", "step_seconds", "data_wait_seconds", "tokens_per_s", "mfu", "memory_gib"),
-    *("comm_seconds", "comm_overlap_fraction", "straggler_rank", "straggler_late_seconds", "straggler_cost_fraction"),
-    *("expert_load_max", "expert_dropped_fraction", "auxiliary_loss", "loss_scale"),
+    *("comm_seconds", "comm_overlap_fraction", "expert_load_max", "expert_dropped_fraction", "auxiliary_loss"),
+    "loss_scale",
     *(f"{key}_{axis}" for axis in GROUP_AXES for key in ("comm_seconds", "comm_overlap_fraction")),
 )
 """Keys that are read; docs/metrics.md says what they are."""
@@ -35,6 +35,8 @@ class MetricsTable:
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     """Steps whose update was skipped."""
+    straggler: Mapping[str, Any] = field(default_factory=dict)
+    """The last record with a straggler."""
 
     def column(self, name: str) -> Sequence[float]:
         """The values of a key, one per step."""
@@ -76,6 +78,8 @@ def make_table(records: Iterable[Mapping[str, Any]]) -> MetricsTable:
         table.steps += [row["step"] for row in rows]
         table.skipped += [row["step"] for row in rows if row.get("skipped") is True]
         present = set(chain.from_iterable(rows))
+        if "straggler_rank" in present:
+            table.straggler = next(row for row in reversed(rows) if "straggler_rank" in row)
         for name in COLUMNS:
             values = _values(rows, name) if name in present else []
             if set(map(type, values)) - {NoneType}:

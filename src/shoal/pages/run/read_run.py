@@ -12,6 +12,7 @@ from typing import Any
 
 from shoal.blueprint.layout import Layout
 from shoal.blueprint.plan import Plan
+from shoal.comm.heartbeat.slowest import Slowest, of_metrics, of_summary
 from shoal.errors import ShoalError
 from shoal.pages.run.metrics_table import MetricsTable, make_table, number, unit_of
 from shoal.pages.run.own_files import Record, read_object, read_own, read_records, sample_records
@@ -61,6 +62,11 @@ class RunRecord:
         """The last step that is known to be saved; 0: there is none."""
         noted = (event["step"] for event in self.events if event.get("event") == "saved")
         return max((*noted, *self.saved_steps), default=0)
+
+    @property
+    def slowest(self) -> Slowest | None:
+        """The rank that costs the others most, by the summary or else by the last measurement."""
+        return of_summary(self.summary.get("straggler")) or of_metrics(self.metrics.straggler)
 
     @property
     def plan(self) -> Plan | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.pages.html import section, table, text
 from shoal.pages.run.metrics_table import number
 from shoal.pages.run.read_run import RunRecord
 from shoal.pages.run.verdict import facts, verdict_of
+from shoal.pages.sections.profile import parts_of
+from shoal.pages.words import duration, percent
 
 UNLIKE = ("run.dir", "run.name", "checkpoint.dir")
 """Settings that differ between any two runs, and explain nothing."""
@@ -41,6 +43,29 @@ def differences(runs: Sequence[RunRecord]) -> str:
     body = table(("setting", *(run.name[:80] for run in runs)), rows[:MOST_ROWS], kind="compare")
     body = body or '<p class="note">All settings are equal.</p>'
     return section("Differences of the recipes", body, name="differences")
+
+
+def profiles(runs: Sequence[RunRecord]) -> str:
+    """The parts of a step of all runs that were profiled; empty: fewer than two were."""
+    found = [(run, parts_of(run)) for run in runs]
+    found = [(run, parts) for run, parts in found if parts]
+    if len(found) < 2:
+        return ""
+    names = list(dict.fromkeys(name for _, parts in found for name in parts))
+    rows = [[name, *(_part(parts, name) for _, parts in found)] for name in names]
+    rows.append(["step", *(duration(sum(parts.values())) for _, parts in found)])
+    rows.append(["verdict", *(_verdict(run) for run, _ in found)])
+    body = table(("part of a step", *(run.name[:80] for run, _ in found)), rows, kind="compare")
+    return section("Profiles", body, name="profiles", note="Measured; the mean over steps and ranks.")
+
+
+def _part(parts: Mapping[str, float], name: str) -> str:
+    return f"{duration(parts[name])}, {percent(parts[name] / (sum(parts.values()) or 1.0))}" if name in parts else "–"
+
+
+def _verdict(run: RunRecord) -> str:
+    verdict = run.profile.get("verdict")
+    return str(verdict.get("title") or "–") if isinstance(verdict, dict) else "–"
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

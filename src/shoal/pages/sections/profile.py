@@ -1,4 +1,4 @@
-"""The profile of a run, where it has made one: its verdict, and the parts of a step beside their prediction."""
+"""The profile of a run, where it has made one: its verdict, the parts of a step, and the rest of it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,37 @@ from shoal.pages.html import section, table, text
 from shoal.pages.parts_bar import parts_bar
 from shoal.pages.run.metrics_table import number
 from shoal.pages.run.read_run import RunRecord
-from shoal.pages.words import duration, figure, percent
+from shoal.pages.sections.profile_details import details_of, summary_of
+from shoal.pages.words import duration, percent
 
 MOST_PARTS = 60
 
 
 def profile(run: RunRecord) -> str:
     """The section; empty without a profile."""
-    parts = [each for each in _list(run.profile.get("parts"))[:MOST_PARTS] if _seconds(each) is not None]
+    parts = _parts(run)
     if not parts:
         return ""
-    sizes = {spoken(str(each.get("part"))[:60]): _seconds(each) or 0.0 for each in parts}
+    sizes = parts_of(run)
     predicted = any(_predicted(each) is not None for each in parts)
     rows = [_row(each, sum(sizes.values()), is_predicted=predicted) for each in parts]
     before = [_predicted(each) or 0.0 for each in parts]
     rows.append(("step", duration(sum(sizes.values())), "100 %", *([duration(sum(before))] if predicted else [])))
     head = ("part", "measured", "of a step", *(["predicted"] if predicted else []))
-    steps = f"{figure(run.profile.get('steps'))} steps, the mean over ranks"
-    note = f"Measured over {text(steps)}; <code>shoal profile</code> and <code>run.profile</code> make it."
+    steps = text(summary_of(run.profile))
+    note = f"Measured over {steps}. <code>shoal profile</code> and <code>run.profile</code> make it."
     body = _verdict(run.profile.get("verdict")) + parts_bar("a step", sizes, duration) + table(head, rows, kind="bench")
+    body += details_of(run.profile)
     return section("Profile", body, name="profile", note=note)
+
+
+def parts_of(run: RunRecord) -> dict[str, float]:
+    """The parts of a step in words, in seconds."""
+    return {spoken(str(each.get("part"))[:60]): _seconds(each) or 0.0 for each in _parts(run)}
+
+
+def _parts(run: RunRecord) -> list[dict[str, Any]]:
+    return [each for each in _list(run.profile.get("parts"))[:MOST_PARTS] if _seconds(each) is not None]
 
 
 def _verdict(found: Any) -> str:

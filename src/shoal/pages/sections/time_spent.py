@@ -14,7 +14,6 @@ from shoal.pages.svg import heat_map, stacked_bar, stacked_columns
 from shoal.pages.words import duration, percent
 
 NAMES = {"data": "waiting for data", "comm": "communication, not hidden", "other": "computation and other"}
-STRAGGLER = ("straggler_rank", "straggler_cost_fraction")
 LATEST = 1.5
 """A step of a rank that takes this many times the median has the darkest shade."""
 
@@ -37,9 +36,9 @@ def time_spent(run: RunRecord) -> str:
     elif run.layout is not None and run.layout.world_size > 1:
         hidden = "Communication was not timed under this plan: it is part of computation and other."
     note = f"Measured on rank 0 over steps {parts.first:,} to {parts.last:,}, without the first fifth. {hidden}"
-    rank, cost = (run.metrics.last(name) for name in STRAGGLER)
-    if rank == 0 and cost is not None and cost >= WORTH:
-        note += f" This is the time of rank 0: the other ranks wait for it {percent(cost)} of theirs."
+    slow = run.slowest
+    if slow is not None and slow.rank == 0 and slow.stands_out and slow.cost_fraction >= WORTH:
+        note += f" This is the time of rank 0: the other ranks wait for it {percent(slow.cost_fraction)} of theirs."
     columns = [
         (
             f"steps {each.first:,} to {each.last:,}: "
@@ -81,10 +80,14 @@ def ranks(run: RunRecord) -> str:
 
 
 def _slowest(run: RunRecord) -> str:
-    rank, cost = (run.metrics.last(name) for name in STRAGGLER)
-    if rank is None or cost is None:
+    found = run.slowest
+    if found is None:
         return '<p class="note">No straggler was measured.</p>'
-    return f'<p class="note">Straggler: rank {rank:.0f}, for which the others wait {percent(cost)} of the time.</p>'
+    cost = f"{percent(found.cost_fraction)} of the time"
+    if found.stands_out:
+        return f'<p class="note">Straggler: rank {found.rank}, for which the others wait {cost}.</p>'
+    costly = f"the one that costs most is rank {found.rank}, with {cost}"
+    return f'<p class="note">No rank stands out: ranks are late in turns, and {costly}.</p>'
 
 
 def _by_step(records: list[dict[str, object]]) -> dict[int, float]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.blueprint.description import Description
 from shoal.comm.all_or_none import all_or_none
+from shoal.comm.heartbeat import slowest
 from shoal.comm.profile.axis_overlap import AxisOverlap, AxisTime
 from shoal.data.loader import Loader
 from shoal.errors import ShoalError
@@ -26,6 +27,7 @@ from shoal.observe.durable_write import room
 from shoal.observe.metrics import TRACKERS, Guarded, JsonLines, Sink, peak_memory_gib, print_to_stderr
 from shoal.observe.progress import ProgressLine
 from shoal.observe.slow_data import SlowData
+from shoal.observe.slow_link import SlowLink
 from shoal.observe.stragglers import Stragglers
 from shoal.predict.presets.peak_flops import peak_flops
 from shoal.train.recipe.preflight import Job
@@ -39,10 +41,9 @@ ORDER = (
     *("mfu", "memory_gib", "loss_scale", "skipped"),
 )
 """Keys of every record."""
-STRAGGLER = ("straggler_rank", "straggler_late_seconds", "straggler_cost_fraction")
-"""Further keys on several ranks, in the first step after each measurement."""
 REPLICAS = ("comm_seconds", "comm_overlap_fraction", "comm_bytes")
 """Further keys where replicas communicate."""
+# In the first step after each measurement on several ranks, `slowest.METRICS` as well.
 AXIS = ("comm_seconds_{axis}", "comm_overlap_fraction_{axis}")
 """Further keys of every axis that communicates, in the steps that are timed."""
 EXPERTS = ("expert_load_max", "expert_dropped_fraction", "auxiliary_loss")
@@ -104,7 +105,7 @@ class StepMetrics:
         self.seconds_training = self.seconds_before
         self.num_experts = torch.tensor(list(run.composed.routed.values()), device=run.device)
         self._pending: deque[_PendingRecord] = deque()
-        self.stragglers, self.slow_data = Stragglers(), SlowData()
+        self.stragglers, self.slow_data, self.slow_link = Stragglers(), SlowData(), SlowLink()
         self.overlap = AxisOverlap(is_on=_times_axes(run, job))
         self._axes: dict[str, list[tuple[int, AxisTime]]] = {}
 
@@ -126,6 +127,10 @@ class StepMetrics:
         self._pending.append(_PendingRecord(report, facts, experts, axes, line, done, loader.num_processes))
         while len(self._pending) > (self.run.device.type == "cuda"):
             self._record(self._pending.popleft())
+        if self.overlap.is_on and self.slow_link.is_due(self.run.steps_done):
+            waits = self.run.world.all_gather_object(self.slow_link.own())
+            if warning := self.slow_link.warning(waits):
+                line.say(f"shoal: {warning}")
 
     def flush(self) -> None:
         """Wait for every step that was started, and record it."""
@@ -158,10 +163,11 @@ class StepMetrics:
             self.comm_exposed.append(overlap.exposed)
             self.comm_bytes.append(overlap.bytes)
         axes = self._of_axes(pending.axes)
+        self.slow_link.note(pending.axes, seconds, without_core=self.overlap.without_core)
         known |= self._straggler(pending.line)
         if pending.experts is not None:
             known |= dict(zip(EXPERTS, pending.experts.read(), strict=True))
-        record = {name: known[name] for name in (*ORDER, *REPLICAS, *STRAGGLER, *EXPERTS) if name in known} | axes
+        record = {name: known[name] for name in (*ORDER, *REPLICAS, *slowest.METRICS, *EXPERTS) if name in known} | axes
         self.loss_first = loss if self.loss_first is None else self.loss_first
         self.last_losses.append(loss)
         self.step_seconds.append(seconds)
@@ -295,13 +301,13 @@ class StepMetrics:
         return AsyncScalars(hottest, dropped / loads.sum(), auxiliary / self.job.recipe.data.global_batch)
 
     def _straggler(self, line: ProgressLine) -> Record:
-        """The values of `STRAGGLER`, if they were measured since the last record."""
+        """The values of `slowest.METRICS`, if they were measured since the last record."""
         found = self.stragglers.newly_found()
         if found is None:
             return {}
         if warning := self.stragglers.warning(self.run.world.size):
             line.say(f"shoal: {warning}")
-        return dict(zip(STRAGGLER, (found.rank, found.late_seconds, found.cost_fraction), strict=True))
+        return slowest.to_metrics(found)
 
     def mfu(self, seconds: float) -> float | None:
         """Counted FLOPs per second over the datasheet's peak of all devices; None unless both are known."""

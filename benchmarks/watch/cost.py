@@ -1,0 +1,127 @@
+"""Is a run slower while `shoal watch` shows it?
+
+python benchmarks/watch/cost.py [--rounds 8] [--seconds 20]
+
+One run trains `recipes/tiny.yaml` on two ranks. In turns nothing watches it, and a client follows the live page as a
+browser does: it reads the stream, and fetches the page again when it is told to. The step of a watched turn is compared
+with the mean of the two turns around it; the median over rounds counts. The server has a core of its own only if one is
+free: two ranks of one thread each leave none on two cores, which is the hard case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.cookiejar
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import arguments, heading, table, write
+
+ROOT = Path(__file__).parents[2]
+SHOAL = [sys.executable, "-m", "shoal"]
+MOST = 0.01
+"""The bar."""
+
+
+def steps_of(run: Path) -> list[tuple[int, float]]:
+    """Step and seconds of every line so far."""
+    with contextlib.suppress(OSError):
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        every = [json.loads(line) for line in lines if line.endswith("}")]
+        return [(each["step"], each["step_seconds"]) for each in every if "step_seconds" in each]
+    return []
+
+
+@contextlib.contextmanager
+def watched(run: Path) -> Iterator[dict[str, int]]:
+    """A server, and a client that follows its page; counts what it has received."""
+    server = subprocess.Popen([*SHOAL, "watch", str(run), "--no-browser"], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    address = next(line.strip() for line in server.stdout if line.startswith("http://"))
+    client = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar()))
+    counts = {"messages": 0, "pages": 0}
+
+    def page() -> str:
+        counts["pages"] += 1
+        return str(client.open(address if counts["pages"] == 1 else origin, timeout=30).read().decode())
+
+    def follow(cursor: str) -> None:
+        with contextlib.suppress(OSError):  # the server has ended
+            for line in client.open(f"{origin}stream?after={cursor}", timeout=60):
+                counts["messages"] += line.startswith(b"data:")
+                if line.strip() == b"event: refresh":
+                    page()
+
+    origin = address.partition("?")[0]
+    found = re.search(r'"cursor":"([\d-]+)"', page())
+    assert found is not None
+    thread = threading.Thread(target=follow, args=(found[1],), daemon=True)
+    thread.start()
+    try:
+        yield counts
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(20)
+        thread.join(5)
+
+
+def turn(run: Path, seconds: float, *, is_watched: bool) -> tuple[float, int]:
+    """The median step of a turn without its first one, and the messages that the client has received."""
+    with watched(run) if is_watched else contextlib.nullcontext({"messages": 0}) as counts:
+        first = steps_of(run)[-1][0]
+        time.sleep(seconds)
+        last = steps_of(run)[-1][0]
+    taken = [length for step, length in steps_of(run) if first + 1 < step <= last]
+    return statistics.median(taken), counts["messages"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of every turn")
+    asked = arguments(parser, rounds=1, seconds=6.0)
+    before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        words = ["train", str(ROOT / "recipes/tiny.yaml"), "--nproc", "2", "--run.duration", "1000000step", "--quiet"]
+        words += ["--run.dir", str(run), "--launch.threads", "1", "--checkpoint.every", "0step"]
+        training = subprocess.Popen([*SHOAL, *words], cwd=folder)
+        try:
+            while len(steps_of(run)) < 5:
+                if training.poll() is not None:
+                    raise SystemExit(f"the run ended with {training.returncode}")
+                time.sleep(0.5)
+            turns = [turn(run, asked.seconds, is_watched=number % 2 == 1) for number in range(2 * asked.rounds + 1)]
+        finally:
+            training.send_signal(signal.SIGINT)
+            training.wait(60)
+    costs, rows = [], []
+    for number in range(1, len(turns), 2):
+        alone = (turns[number - 1][0] + turns[number + 1][0]) / 2
+        costs.append(turns[number][0] / alone - 1)
+        rows.append({"alone": f"{alone * 1e3:.1f} ms", "watched": f"{turns[number][0] * 1e3:.1f} ms",
+                     "cost": f"{costs[-1]:+.1%}", "messages": str(turns[number][1])})  # fmt: skip
+    cost = statistics.median(costs)
+    said = f"A step takes {cost:+.1%} ({min(costs):+.1%} to {max(costs):+.1%}) while a page is open:"
+    said += f" {'within' if cost <= MOST else 'NOT within'} the bar of {MOST:.0%}."
+    said += f" The load of this machine was {before:.0f} before and {os.getloadavg()[0]:.0f} after it."
+    text = f"{heading('The cost of a live page', said)}\n{table(rows)}"
+    print(text)
+    print(write("watch-cost", text))
+
+
+if __name__ == "__main__":
+    main()
