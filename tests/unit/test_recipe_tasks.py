@@ -19,8 +19,8 @@ from shoal.errors import ShoalError
 from shoal.models.huggingface.pretrained.pixels import PixelRule
 from shoal.train.build_model import build_model
 from shoal.train.recipe.preflight import check_recipe, preflight
-from shoal.verification.api import case_of
 from shoal.verification.options import RecipeSettings
+from shoal.verification.recipe_cases import case_of
 from tests.rejects import rejects
 
 transformers = pytest.importorskip("transformers")

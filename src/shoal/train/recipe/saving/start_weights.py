@@ -107,7 +107,7 @@ def start_with_weights(run: Run, recipe: Recipe) -> str | None:
         found = where
     else:
         found = f"step {load_start_weights(run, where)} of {where}"
-    if adapter is not None:
+    if adapter is not None:  # `prepare` has read it, and a checkpoint that the run starts from may have had another
         failed, fix = f"{adapter} was not loaded", "--model.lora.adapter FOLDER, which every rank can read"
         all_or_none(run.world, lambda: fill_adapter(run.composed, adapter), failed=failed, fix=fix)
     return " and ".join(filter(None, (found, adapter))) or None
