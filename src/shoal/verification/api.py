@@ -103,12 +103,13 @@ def verify(
     build = found.of(_builder, build_model)
     found += [*check_options(settings), *_check_values(settings, device, nproc), *_check_given(build_model, batch)]
     found.of(objective_of, loss)
+    first = next(iter(several := _batches(batch)), batch)
+    size_of_batch = None if batch is None or (isinstance(first, list) and not first) else found.of(length, first)
     open_plan = found.of(Plan.of, plan)
     size = nproc if nproc is not None or open_plan is None else found.of(claimed_ranks, open_plan)
     if batch is None and callable(build) and open_plan is not None and isinstance(size, int) and size > 0:
-        batch = found.of(random_batch_of, build, open_plan, size, settings.seed)
-    first = next(iter(several := _batches(batch)), batch)
-    size_of_batch = None if batch is None or (isinstance(first, list) and not first) else found.of(length, first)
+        first = found.of(random_batch_of, build, open_plan, size, settings.seed)
+        several, size_of_batch = [first], None if first is None else length(first)
     if isinstance(size, int) and size > 0:
         found += check_unread(plan, size) if open_plan is None else check_ranks(open_plan, size, batch=size_of_batch)
     if open_plan is not None and isinstance(size, int) and size_of_batch is not None and callable(build):

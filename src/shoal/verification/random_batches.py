@@ -37,6 +37,11 @@ def random_batches(section: ModelSection, plan: Plan, recipe: Recipe, steps: int
     return [draw(section, recipe, batch, num_tokens, generator) for _ in range(steps)]
 
 
+def has_documents(recipe: Recipe) -> bool:
+    """Whether several documents, or conversations, share a sample and do not see each other."""
+    return recipe.data.mask_documents or recipe.data.pack
+
+
 def draw(
     section: ModelSection, recipe: Recipe, num_samples: int, num_tokens: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
@@ -54,7 +59,7 @@ def draw(
     labels = tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 0.25] = -100
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": labels}
-    if recipe.data.mask_documents:
+    if has_documents(recipe):
         begins = torch.rand(labels.shape, generator=generator) < 0.2
         batch["documents"] = begins.cumsum(1).int()
     return batch

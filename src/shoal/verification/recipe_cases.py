@@ -18,7 +18,7 @@ from shoal.data.mixture import batch_ids
 from shoal.data.order import sample_ids
 from shoal.data.sources.open import open_datasets
 from shoal.errors import Findings, Problem, raise_if
-from shoal.train.build_model import build_model, describe, without_memory
+from shoal.train.build_model import adapter_of, build_model, describe, without_memory
 from shoal.train.model_prefix import function_for
 from shoal.train.recipe.preflight import as_trained, check_sizes, check_task
 from shoal.train.recipe.saving.start_weights import with_dimensions
@@ -26,7 +26,7 @@ from shoal.verification.api import LR_OF_OTHERS, check_built, num_tokens, reject
 from shoal.verification.case import Case, in_precision, replaced_precision
 from shoal.verification.compression_error import without_compression
 from shoal.verification.options import TOLERANCES, RecipeSettings, check_verified_recipe
-from shoal.verification.random_batches import draw, random_batches, tokens_for
+from shoal.verification.random_batches import draw, has_documents, random_batches, tokens_for
 
 LR = 1e-2
 """The learning rate of shoal's own models."""
@@ -80,6 +80,7 @@ def check_case(
     if is_small:
         drawn = found.of(draw, section, recipe, 2, tokens_for(plan.with_layout()), torch.Generator())
         tokens: int | None = None if drawn is None else num_tokens(drawn)
+        found += found.of(_check_language_model, recipe) or ()
     else:
         tokens = None if datasets is None else datasets[0].tokens_per_sample
     if settings.real or small is not None:
@@ -89,6 +90,15 @@ def check_case(
         if model is not None and datasets is not None:
             found += [*check_task(model, datasets[0]), *check_sizes(model, datasets[0])]
     return found.problems, section, datasets
+
+
+def _check_language_model(recipe: Recipe) -> list[Problem]:
+    """What a run of the recipe's own model rejects whatever its data are; a small copy would not show it."""
+    model = without_memory(lambda: build_model(recipe.model))
+    adapter = None if model is None else adapter_of(model)
+    if adapter is None or getattr(model, "recipe_task", None) != "next token":
+        return []
+    return list(adapter.check_language_model(model, has_documents=has_documents(recipe)))
 
 
 def _builder(section: ModelSection, datasets: tuple[Dataset, Dataset] | None, plan: Plan) -> Callable[[], nn.Module]:
