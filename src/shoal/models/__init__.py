@@ -17,6 +17,17 @@ FOR_LOOPS = {"hf:": "shoal.models.huggingface.pretrained.from_pretrained:from_pr
 START_FOLDERS = {"hf:": "shoal.models.huggingface.pretrained.weights:folder_to_start_from"}
 """First letters of a name → a function from the model section to the folder of its weights."""
 
+OTHER_SECTIONS = {"hf:": "shoal.models.huggingface.pretrained.same_config:other_section"}
+"""First letters of a name → a function that compares the model section of a checkpoint with a model."""
+
+SETTINGS = {
+    "llama": "shoal.models.llama_config:settings",
+    "moe": "shoal.models.moe_config:settings",
+    "resnet": "shoal.models.resnet:settings",
+    "mlp": "shoal.models.mlp:settings",
+}
+"""Model → a function from its arguments to all settings that decide what its weights compute."""
+
 EXPORTERS = {"hf:": "shoal.models.huggingface.pretrained.export:for_export"}
 """First letters of a name → a function from the model section and its tensors to those of a folder."""
 
