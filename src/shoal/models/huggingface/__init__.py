@@ -5,6 +5,7 @@ Everything here reads strings and modules of a model. transformers itself is imp
 
 from shoal.models.huggingface.adapt import adapt
 from shoal.models.huggingface.describe import describe, register_head_last
+from shoal.models.huggingface.experts import install as install_experts
 from shoal.models.huggingface.experts import written_out
 from shoal.models.huggingface.labels import shifts_labels
 from shoal.models.huggingface.pretrained.check_data import check_data, check_language_model
@@ -16,6 +17,7 @@ __all__ = [
     "check_data",
     "check_language_model",
     "describe",
+    "install_experts",
     "random_batch",
     "register_head_last",
     "shifts_labels",
