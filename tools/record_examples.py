@@ -61,7 +61,7 @@ def record_verification(folder: Path) -> None:
     from shoal.config.load import load_recipe
     from shoal.verification.api import verify_case
     from shoal.verification.options import RecipeSettings
-    from shoal.verification.recipe_cases import case_of
+    from shoal.verification.recipe.cases import case_of
     from shoal.verification.report import to_mapping
 
     result = verify_case(case_of(load_recipe(None, [("plan", VERIFIED)]), 4, RecipeSettings()))

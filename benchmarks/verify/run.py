@@ -118,7 +118,7 @@ def cases(name: str, ranks: int) -> Iterator[Any]:
     from shoal.blueprint.plan import Plan
     from shoal.config.load import build_recipe
     from shoal.verification.options import RecipeSettings
-    from shoal.verification.recipe_cases import case_of, legal_cases
+    from shoal.verification.recipe.cases import case_of, legal_cases
 
     recipes = [
         build_recipe({"model": {"name": name, **of}, "data": {"global_batch": 24}}, title="matrix")

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from shoal.checkpoint.formats.adapter import load_adapter as load_adapter
     from shoal.config.recipe import Recipe as Recipe
     from shoal.errors import ShoalError as ShoalError
-    from shoal.models.huggingface.pretrained.from_pretrained import from_pretrained as from_pretrained
     from shoal.numerics.ops.attention import AttentionRule as AttentionRule
     from shoal.numerics.optim.adamw import AdamW as AdamW
     from shoal.numerics.optim.layerwise import LAMB as LAMB
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from shoal.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
     from shoal.parallel.tensor import RowParallelLinear as RowParallelLinear
     from shoal.planner.answer import plan as plan
+    from shoal.train.build_model import from_pretrained as from_pretrained
     from shoal.train.ema import EMA as EMA
     from shoal.train.optim.build import muon_groups as muon_groups
     from shoal.train.profile.profiler import profile as profile
@@ -74,7 +74,7 @@ _HOMES = {
     "Run": "shoal.train.run",
     "ShoalError": "shoal.errors",
     "Split": "shoal.blueprint.description",
-    "from_pretrained": "shoal.models.huggingface.pretrained.from_pretrained",
+    "from_pretrained": "shoal.train.build_model",
     "draw_layout": "shoal.blueprint.layout_drawing",
     "load_adapter": "shoal.checkpoint.formats.adapter",
     "lora": "shoal.parallel.lora.apply",

@@ -21,8 +21,8 @@ from shoal.train.build_model import build_for_layout, build_model, without_memor
 from shoal.train.run import Run
 from shoal.train.run_checkpoint import holder_of
 from shoal.verification.case import Case
-from shoal.verification.random_batches import random_batch_of
 from shoal.verification.rank import verify_in
+from shoal.verification.recipe.random_batches import random_batch_of
 from tests.cover import wide
 from tests.dist.pool import Pool
 

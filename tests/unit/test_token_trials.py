@@ -16,10 +16,10 @@ from tests.cover import wide
 pytest.importorskip("transformers")
 import transformers
 
-from shoal.models.huggingface.pretrained.batches import task_of
-from shoal.models.huggingface.pretrained.token_trials import looks_ahead, mixes_documents, passes_positions
+from shoal.models.huggingface.pretrained.data.batches import task_of
+from shoal.models.huggingface.pretrained.data.token_trials import looks_ahead, mixes_documents, passes_positions
 from shoal.verification.options import RecipeSettings
-from shoal.verification.recipe_cases import case_of
+from shoal.verification.recipe.cases import case_of
 from tests import huggingface
 
 BERT = {"max_position_embeddings": 16}

@@ -94,7 +94,7 @@ def _check(options: Verify, recipe: Recipe) -> list[Problem]:
 def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
 
     from shoal.verification.api import verify_case
-    from shoal.verification.recipe_cases import case_of
+    from shoal.verification.recipe.cases import case_of
     from shoal.verification.report import render, to_mapping
 
     case = case_of(recipe, _num_ranks(recipe), _settings(options))
@@ -121,7 +121,7 @@ def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
     from rich.console import Console
 
     from shoal.verification.api import verify_case
-    from shoal.verification.recipe_cases import legal_cases
+    from shoal.verification.recipe.cases import legal_cases
     from shoal.verification.report import matrix_row, matrix_table, to_mapping
 
     console = Console(file=sys.stderr)

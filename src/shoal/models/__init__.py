@@ -11,7 +11,7 @@ BUILDERS = {
 PREFIXES = {"hf:": "shoal.models.huggingface.pretrained.build:builder"}
 """First letters of a name → a function from the name to a builder."""
 
-FOR_LOOPS = {"hf:": "shoal.models.huggingface.pretrained.from_pretrained:from_pretrained"}
+FOR_LOOPS = {"hf:": "shoal.models.huggingface.pretrained.from_pretrained:build"}
 """First letters of a name → a function that builds such a model for a loop of your own, without memory."""
 
 START_FOLDERS = {"hf:": "shoal.models.huggingface.pretrained.weights:folder_to_start_from"}
@@ -43,7 +43,7 @@ SMALLER = {"llama": "shoal.models.llama_config:smaller", "moe": "shoal.models.mo
 SMALLER_BY_PREFIX = {"hf:": "shoal.models.huggingface.pretrained.smaller:smaller"}
 """The same for names with a prefix. None: there is no small copy."""
 
-RANDOM_BATCHES = {"hf:": "shoal.models.huggingface.pretrained.random_batch:recipe_batch"}
+RANDOM_BATCHES = {"hf:": "shoal.models.huggingface.pretrained.data.random_batch:recipe_batch"}
 """First letters of a name → a function that draws a batch for a verification; None: random tokens are drawn."""
 
 ADAPTERS = {"transformers": "shoal.models.huggingface"}

@@ -29,10 +29,9 @@ from shoal.parallel.compose import compose
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.parallel.pipeline.skeleton import Call
 from shoal.safe_parsing import short
-from shoal.train.build_model import adapt, adapter_of, describe
+from shoal.train.build_model import adapt, adapter_of, describe, from_pretrained, is_name
 from shoal.train.checks import check_compiled, check_second, check_wrapped, rule_under
 from shoal.train.loss.objective import CrossEntropy, LabelRule, MeanOf, call_of
-from shoal.train.model_prefix import function_for
 from shoal.train.optim.checks import check_rounding, check_whole
 from shoal.train.rebind_optimizer import rebind_optimizer
 from shoal.train.run_checkpoint import loader_changes
@@ -58,12 +57,11 @@ def prepare(engine: StepEngine, things: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _with_model(state: RunState, thing: Any) -> Any:
     """The model without memory that a name such as `hf:FOLDER` stands for; any other thing as it is."""
-    build = function_for("FOR_LOOPS", thing) if isinstance(thing, str) else None
-    if build is None or state.parallel_model is not None:
+    if not is_name(thing) or state.parallel_model is not None:
         return thing
     models: list[nn.Module] = []
     failed, fix = f"no model was built from {thing}", "a folder that every rank can read"
-    all_or_none(state.world, lambda: models.append(build(thing)), failed=failed, fix=fix)
+    all_or_none(state.world, lambda: models.append(from_pretrained(thing)), failed=failed, fix=fix)
     return models[0]
 
 
@@ -86,7 +84,7 @@ def _check(state: RunState, thing: Any) -> Iterator[Problem]:
         yield from check_second("optimizer", state.prepared_optimizer)
         yield from check_rounding(thing, state.precision.weight_dtype)
         yield from check_whole(thing, state.plan)
-    elif isinstance(thing, str) and function_for("FOR_LOOPS", thing) is not None:
+    elif is_name(thing):
         yield from check_second("model", state.parallel_model)
     elif not isinstance(thing, DataLoader) and not is_scheduler(thing):
         what, fix = (

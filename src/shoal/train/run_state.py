@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 class RunState:
     """What one rank holds of a run. `plan` is resolved for the ranks of `world`."""
 
+    model_section: dict[str, Any] | None = None
+    """The section of a recipe that builds the model, where a script has built it by name."""
+
     def __init__(
         self,
         plan: Plan,
@@ -79,8 +82,6 @@ class RunState:
         self.parallel_model: ParallelModel | None = None
         """None: no model is prepared yet. `composed` raises then."""
         self.description = Description()
-        self.model_section: dict[str, Any] | None = None
-        """The section of a recipe that builds the model, where a script has built it by name."""
         self.fused_layers: str | None = None
         """One line about the layers of the model that were swapped; None: none."""
         self.shifts_labels = False

@@ -1,4 +1,4 @@
-"""Verify a model under a plan: `shoal.verify`. `recipe_cases` has the models of recipes."""
+"""Verify a model under a plan: `shoal.verify`. `recipe.cases` has the models of recipes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from shoal.parallel.expert.router import routers
 from shoal.parallel.pipeline.skeleton import Call, skeleton_of
 from shoal.parallel.pipeline.stage_io import traced
 from shoal.safe_parsing import short
-from shoal.train.build_model import adapt, describe, without_memory
+from shoal.train.build_model import adapt, describe, from_pretrained, is_name, without_memory
 from shoal.train.loss.labels import needs_labels
 from shoal.train.loss.objective import CrossEntropy, LabelRule, call_of, objective_of, uncallable
-from shoal.train.model_prefix import function_for
 from shoal.train.trace.find_blocks import attach_blocks
 from shoal.verification.case import Case, in_precision, replaced_precision
 from shoal.verification.compression_error import without_compression
@@ -37,8 +36,8 @@ from shoal.verification.options import (
     check_options,
     claimed_ranks,
 )
-from shoal.verification.random_batches import random_batch_of
 from shoal.verification.rank import verify_on_rank
+from shoal.verification.recipe.random_batches import random_batch_of
 from shoal.verification.reference import has_batch_norm
 from shoal.verification.report import VerifyResult
 from shoal.verification.totals import bytes_of, bytes_to_replicas, collectives_of, memory_of, replica_sync_of
@@ -119,12 +118,27 @@ def verify(
     assert build is not None
     assert open_plan is not None
     assert size is not None
-    requested = open_plan.resolve(size)
+    case = _case_of(
+        build, (several * settings.steps)[: settings.steps], open_plan.resolve(size), settings, loss, device
+    )
+    reject_uncallable(case)
+    return verify_case(case)
+
+
+def _case_of(
+    build: Callable[[], nn.Module],
+    batches: list[Any],
+    requested: Plan,
+    settings: ModelSettings,
+    loss: Any,
+    device: str,
+) -> Case:
+    """The case of a resolved plan."""
     resolved = in_precision(requested, settings.precision, device)
     exact = without_compression(resolved)
-    case = Case(
+    return Case(
         build=build,
-        batches=(several * settings.steps)[: settings.steps],
+        batches=batches,
         plan=exact,
         compressed=None if exact == resolved else resolved,
         loss=loss,
@@ -135,8 +149,6 @@ def verify(
         tolerance=TOLERANCES[resolved.precision] if settings.tolerance is None else settings.tolerance,
         replaced=replaced_precision(requested, resolved),
     )
-    reject_uncallable(case)
-    return verify_case(case)
 
 
 def _batches(batch: Any) -> list[Any]:
@@ -158,7 +170,7 @@ def _check_values(settings: ModelSettings, device: Any, nproc: Any) -> Iterator[
 
 def _check_given(build: Any, batch: Any) -> Iterator[Problem]:
     """Find a model that is none, and a list without a batch."""
-    if not callable(build) and not _is_named(build):
+    if not callable(build) and not is_name(build):
         what = f"build_model must be a model or a function that returns one, got {short(build)}"
         fix = "verify('hf:FOLDER', batch, plan)" if isinstance(build, str) else "verify(lambda: Model(), batch, plan)"
         yield Problem("V051", what, fix)
@@ -172,15 +184,10 @@ def _with_nproc(problem: Problem) -> Problem:
     return replace(problem, fix=re.sub(r"--(?:launch\.)?nproc (?=\d)", "nproc=", problem.fix))
 
 
-def _is_named(build: Any) -> bool:
-    return isinstance(build, str) and function_for("FOR_LOOPS", build) is not None
-
-
 def _builder(given: Any) -> Any:
     """A function that builds what is verified; None: it is no model."""
     if isinstance(given, str):
-        build = function_for("FOR_LOOPS", given)
-        given = None if build is None else build(given)
+        given = from_pretrained(given) if is_name(given) else None
     return functools.partial(_copy_of, given) if isinstance(given, nn.Module) else given
 
 

@@ -8,8 +8,8 @@ from shoal.models.huggingface.describe import describe, register_head_last
 from shoal.models.huggingface.experts import install as install_experts
 from shoal.models.huggingface.experts import written_out
 from shoal.models.huggingface.labels import shifts_labels
-from shoal.models.huggingface.pretrained.check_data import check_data, check_language_model
-from shoal.models.huggingface.pretrained.random_batch import random_batch
+from shoal.models.huggingface.pretrained.data.check_data import check_data, check_language_model
+from shoal.models.huggingface.pretrained.data.random_batch import random_batch
 from shoal.models.huggingface.pretrained.weights import weights_of
 
 __all__ = [

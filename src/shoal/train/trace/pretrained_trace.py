@@ -17,8 +17,7 @@ from shoal.config.pretrained_folder import CONFIG, PREFIX
 from shoal.errors import ShoalError
 from shoal.predict.huggingface_config import NoDimensions
 from shoal.predict.workload import Workload
-from shoal.train.build_model import adapter_of, describe
-from shoal.train.model_prefix import function_for
+from shoal.train.build_model import adapter_of, describe, from_pretrained
 from shoal.train.trace.model_trace import workload_of
 
 TOKENS = 512
@@ -31,10 +30,7 @@ def workload_of_folder(name: str, why: NoDimensions, *, sequence: int | None, pr
     enough."""
     try:
         with _as_folder(name) as folder:
-            build = function_for("FOR_LOOPS", folder)
-            assert build is not None
-            model: Any = build(folder, init="random")
-            return _traced(model, name, sequence, precision)
+            return _traced(from_pretrained(folder, init="random"), name, sequence, precision)
     except ShoalError as error:
         problem = error.problems[0]
         what = f"{why.problems[0].what}, and it cannot be traced: {problem.what}"

@@ -1,6 +1,6 @@
 """From `hf:PATH` to a model that a recipe can train: its config alone decides its shapes.
 
-    forward           takes the batch of a recipe (pretrained/batches.py)
+    forward           takes the batch of a recipe (pretrained/data/batches.py)
     init_parameter    weights from the seed and the name (pretrained/deferred.py)
     init_buffer       buffers, which no file has
 
@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.config.pretrained_folder import folder_of
 from shoal.errors import ShoalError, listed, nearest, needs
-from shoal.models.huggingface.pretrained.batches import for_recipes, task_of
+from shoal.models.huggingface.pretrained.data.batches import for_recipes, task_of
+from shoal.models.huggingface.pretrained.data.pixels import pixel_rule
 from shoal.models.huggingface.pretrained.deferred import with_values_later
 from shoal.models.huggingface.pretrained.folder import config_of, with_floats
-from shoal.models.huggingface.pretrained.pixels import pixel_rule
 from shoal.models.huggingface.pretrained.same_config import Origin
 from shoal.numerics.fp8.convert import silence
 

@@ -26,7 +26,7 @@ from shoal.verification.api import LR_OF_OTHERS, check_built, num_tokens, reject
 from shoal.verification.case import Case, in_precision, replaced_precision
 from shoal.verification.compression_error import without_compression
 from shoal.verification.options import TOLERANCES, RecipeSettings, check_verified_recipe
-from shoal.verification.random_batches import draw, has_documents, random_batches, tokens_for
+from shoal.verification.recipe.random_batches import draw, has_documents, random_batches, tokens_for
 
 LR = 1e-2
 """The learning rate of shoal's own models."""

@@ -4,7 +4,7 @@ a recipe gives              the model gets
 tokens                      input_ids; where attention_mask is 0, the padding token of its config, which some models
                             look for to find the last token or to count positions
 documents                   position_ids that start over in each document
-images, mean and deviation  pixel_values, as its preprocessor_config.json says (pretrained/pixels.py)
+images, mean and deviation  pixel_values, as its preprocessor_config.json says (pretrained/data/pixels.py)
 0.5
 labels of next tokens       none: they are shifted already, and logits are compared outside of the model
 other labels                labels: its own loss shows its convention, as in a loop of your own
@@ -22,8 +22,8 @@ from torch import Tensor
 from shoal.data.task import Task
 from shoal.models.huggingface.adapt import DOCUMENTS, with_positions
 from shoal.models.huggingface.modules import attentions
+from shoal.models.huggingface.pretrained.data.token_trials import looks_ahead
 from shoal.models.huggingface.pretrained.deferred import VALUES_LATER
-from shoal.models.huggingface.pretrained.token_trials import looks_ahead
 
 ENDINGS: dict[str, Task] = {"ForSequenceClassification": "text class", "ForImageClassification": "image class"}
 NAMES = {"input_ids": "tokens", "pixel_values": "images"}

@@ -12,7 +12,7 @@ from shoal.data.dataset import Dataset, Part
 from shoal.errors import Problem
 from shoal.models.huggingface.adapt import DOCUMENTS
 from shoal.models.huggingface.modules import attentions
-from shoal.models.huggingface.pretrained.token_trials import mixes_documents, passes_positions
+from shoal.models.huggingface.pretrained.data.token_trials import mixes_documents, passes_positions
 
 CLASSES = "single_label_classification"
 """The `problem_type` of a config whose loss is cross-entropy."""

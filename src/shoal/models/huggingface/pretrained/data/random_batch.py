@@ -17,8 +17,8 @@ from shoal.data.batch import IGNORE
 from shoal.errors import ShoalError
 from shoal.models.huggingface import experts
 from shoal.models.huggingface.order import inputs_of
-from shoal.models.huggingface.pretrained.batches import NAMES, is_language_model
 from shoal.models.huggingface.pretrained.build import build
+from shoal.models.huggingface.pretrained.data.batches import NAMES, is_language_model
 from shoal.parallel.pipeline.known_values import KnownValues
 from shoal.parallel.pipeline.skeleton import skeleton_of
 
@@ -47,7 +47,7 @@ def recipe_batch(
 
 def _next_tokens(model: Any, shape: tuple[int, int], generator: torch.Generator) -> dict[str, Tensor]:
     """Tokens that are their own labels, of which some do not count. No sample starts with the same token twice, since a
-    router of experts cannot tell these two apart."""
+    router of experts cannot distinguish these two."""
     words = model.get_input_embeddings().num_embeddings
     tokens = torch.randint(words, shape, generator=generator)
     tokens[:, 1] = (tokens[:, 0] + 1 + tokens[:, 1] % (words - 1)) % words
