@@ -59,8 +59,9 @@ def record_run(name: str, words: str, folder: Path, made: str) -> None:
 def record_verification(folder: Path) -> None:
     """The result of `shoal verify`, and the difference of every tensor, which its page has."""
     from shoal.config.load import load_recipe
-    from shoal.verification.api import case_of, verify_case
+    from shoal.verification.api import verify_case
     from shoal.verification.options import RecipeSettings
+    from shoal.verification.recipe.cases import case_of
     from shoal.verification.report import to_mapping
 
     result = verify_case(case_of(load_recipe(None, [("plan", VERIFIED)]), 4, RecipeSettings()))

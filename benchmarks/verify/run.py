@@ -117,7 +117,8 @@ def cases(name: str, ranks: int) -> Iterator[Any]:
     """All cases of a model on so many ranks, its two settings by turns."""
     from shoal.blueprint.plan import Plan
     from shoal.config.load import build_recipe
-    from shoal.verification.api import RecipeSettings, case_of, legal_cases
+    from shoal.verification.options import RecipeSettings
+    from shoal.verification.recipe.cases import case_of, legal_cases
 
     recipes = [
         build_recipe({"model": {"name": name, **of}, "data": {"global_batch": 24}}, title="matrix")

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from shoal.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
     from shoal.parallel.tensor import RowParallelLinear as RowParallelLinear
     from shoal.planner.answer import plan as plan
+    from shoal.train.build_model import from_pretrained as from_pretrained
     from shoal.train.ema import EMA as EMA
     from shoal.train.optim.build import muon_groups as muon_groups
     from shoal.train.profile.profiler import profile as profile
@@ -73,6 +74,7 @@ _HOMES = {
     "Run": "shoal.train.run",
     "ShoalError": "shoal.errors",
     "Split": "shoal.blueprint.description",
+    "from_pretrained": "shoal.train.build_model",
     "draw_layout": "shoal.blueprint.layout_drawing",
     "load_adapter": "shoal.checkpoint.formats.adapter",
     "lora": "shoal.parallel.lora.apply",

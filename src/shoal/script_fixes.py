@@ -31,6 +31,7 @@ CALLS = {
     "comm.rescale": "outer=shoal.OuterOptimizer(rescale={})",
     "checkpoint.dir": "run.save({})",
     "resume": "run.load(directory, step={})",
+    "model.name": "shoal.from_pretrained({})",
     "run.start_from": "run.load({}, only_weights=True)",
 }
 """Settings whose argument in a script has another name; else it is the last part of the setting's."""

@@ -19,7 +19,9 @@ from shoal.cli import main
 from shoal.cli import verify as verify_command
 from shoal.config.load import load_recipe
 from shoal.errors import ShoalError
-from shoal.verification.api import RecipeSettings, _notes, case_of
+from shoal.verification.api import _notes
+from shoal.verification.options import RecipeSettings
+from shoal.verification.recipe.cases import case_of
 from tests.readme.fork_host import Ran, run_commands
 from tests.rejects import rejects
 

@@ -12,7 +12,7 @@ from shoal.config.recipe import Recipe
 from shoal.models.llama import build
 from shoal.numerics.init import can_fill, initialise, materialise
 from shoal.parallel.lora.layers import LoRALinear, adapted_layers
-from shoal.verification.api import smaller_model
+from shoal.verification.recipe.cases import smaller_model
 from tests.rejects import rejects
 
 SIZES = {"vocabulary": 11, "hidden": 8, "ffn": 12, "num_layers": 2, "num_heads": 2}

@@ -12,7 +12,7 @@ import torch
 from tests.rejects import rejects
 
 pytest.importorskip("transformers")
-from shoal.models.huggingface.pretrained.pixels import PixelRule, pixel_rule
+from shoal.models.huggingface.pretrained.data.pixels import PixelRule, pixel_rule
 
 PIXELS = torch.randint(256, (2, 3, 4, 4), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
 MEAN, DEVIATION = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]

@@ -16,11 +16,11 @@ from shoal.config.recipe import ModelSection, Recipe
 from shoal.data.dataset import Dataset
 from shoal.data.sources.open import open_datasets
 from shoal.errors import ShoalError
-from shoal.models.huggingface.pretrained.pixels import PixelRule
+from shoal.models.huggingface.pretrained.data.pixels import PixelRule
 from shoal.train.build_model import build_model
 from shoal.train.recipe.preflight import check_recipe, preflight
-from shoal.verification.api import case_of
 from shoal.verification.options import RecipeSettings
+from shoal.verification.recipe.cases import case_of
 from tests.rejects import rejects
 
 transformers = pytest.importorskip("transformers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 import yaml
 
+import shoal
 from shoal.config.recipe import Recipe
+from shoal.models.llama import build
 from shoal.train.recipe.preflight import preflight
 from tests.rejects import rejects
 
@@ -107,3 +110,59 @@ def test_an_older_file_of_the_same_config_is_taken(tmp_path: Path) -> None:
     said = json.loads(path.read_text())
     path.write_text(json.dumps({key: said[key] for key in said if key not in ("rope_parameters", "head_dim")}))
     check(saved(tmp_path / "ours"), theirs)
+
+
+def checkpoint(folder: Path, model: Any, section: dict[str, Any] | None = None) -> str:
+    """A step that says of which model it is."""
+    with shoal.Run() as run:
+        run.prepare(model)
+        run.prepare(torch.optim.SGD(run.parameters, lr=0.1))
+        run.model_section = section or run.model_section
+        run.save(folder)
+    return str(folder)
+
+
+def test_a_checkpoint_of_another_config_is_rejected(tmp_path: Path) -> None:
+    ours, theirs = saved(tmp_path / "ours"), saved(tmp_path / "theirs", rms_norm_eps=0.01)
+    same = checkpoint(tmp_path / "same", shoal.from_pretrained(ours))
+    check(ours, same)
+    other = checkpoint(tmp_path / "other", shoal.from_pretrained(theirs))
+    with rejects("C051", "model.rms_norm_eps must be 0.01", other, "--model.rms_norm_eps 0.01", "1.0e-06"):
+        check(ours, other)
+    check(ours, other, rms_norm_eps=0.01)
+    check(ours, other, rms_norm_eps=1e-6)
+    changed = checkpoint(tmp_path / "changed", shoal.from_pretrained(ours, rms_norm_eps=0.02))
+    with rejects("C051", "model.rms_norm_eps must be 0.02", "--model.rms_norm_eps 0.02"):
+        check(ours, changed)
+    shutil.rmtree(theirs)  # nothing says more
+    check(ours, other)
+
+
+def test_a_checkpoint_of_another_kind_is_rejected(tmp_path: Path) -> None:
+    """The tensors of shoal's llama have the names of the other one."""
+    ours = saved(tmp_path / "ours")
+    other = checkpoint(tmp_path / "other", shoal.from_pretrained(ours))
+    with rejects("M087", "'llama'", f"'hf:{ours}'", "--format huggingface"):
+        preflight(of_llama(other), 1)
+    mistral = saved(tmp_path / "mistral", model_type="mistral", sliding_window=4, architectures=["MistralForCausalLM"])
+    with rejects("M087", "'llama'", "'mistral'"):
+        check(ours, checkpoint(tmp_path / "c", shoal.from_pretrained(mistral)))
+
+
+LLAMA = {"vocabulary": 64, "hidden": 32, "ffn": 48, "num_layers": 2}
+
+
+def of_llama(weights: str, **settings: Any) -> Recipe:
+    data = {"source": "synthetic", "vocabulary": 64, "seq_len": 32}
+    model = {"name": "llama", **LLAMA, **settings}
+    return Recipe.model_validate({"model": model, "data": data, "run": {"start_from": weights}, "plan": "fp32"})
+
+
+def test_a_checkpoint_of_another_llama_is_rejected(tmp_path: Path) -> None:
+    section = {"name": "llama", **LLAMA, "rope_theta": 10000.0, "max_sequence": 128}
+    where = checkpoint(tmp_path, build(**{k: v for k, v in section.items() if k != "name"}), section)
+    with rejects("C051", "model.rope_theta must be 10000.0", "got 500000.0", "--model.rope_theta 10000.0"):
+        preflight(of_llama(where), 1)
+    preflight(of_llama(where, rope_theta=10000.0), 1)
+    preflight(of_llama(where, rope_theta=500000.0), 1)  # it is meant
+    preflight(of_llama(where, rope_theta=10000.0, max_sequence=64), 1)

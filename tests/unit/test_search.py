@@ -140,7 +140,7 @@ def test_heads_that_are_not_known_are_said_to_be_so() -> None:
     rejected = alternatives(work, search(work).best[0])
     assert not [one for one in rejected if "divide its heads" in one.reason]
     assert [one.reason for one in rejected if one.move == "tp, cp"] == [
-        "left out: the model does not say its heads, so it is not known what divides"
+        "left out: a trace does not show what each head costs, so it is not known what divides"
     ]
 
 

@@ -16,8 +16,10 @@ from tests.cover import wide
 pytest.importorskip("transformers")
 import transformers
 
-from shoal.models.huggingface.pretrained.batches import task_of
-from shoal.models.huggingface.pretrained.token_trials import looks_ahead, mixes_documents, passes_positions
+from shoal.models.huggingface.pretrained.data.batches import task_of
+from shoal.models.huggingface.pretrained.data.token_trials import looks_ahead, mixes_documents, passes_positions
+from shoal.verification.options import RecipeSettings
+from shoal.verification.recipe.cases import case_of
 from tests import huggingface
 
 BERT = {"max_position_embeddings": 16}
@@ -75,13 +77,17 @@ def test_a_large_model_that_takes_no_cache_by_name_keeps_documents_apart() -> No
     assert mixes_documents(model) is False
 
 
-def problems(folder: Path, **settings: Any) -> list[str]:
+def problems(folder: Path, *, verifies: bool = False, **settings: Any) -> list[str]:
+    """Code and fix of what a run, or a verification of a small copy, finds before it starts."""
     own = {"source": str(folder / "data.jsonl"), "seq_len": 8, "global_batch": 2, "validation": 0, **settings}
     data = {"tokenizer": "bytes", "mask_documents": True, **own}
     (folder / "data.jsonl").write_text('{"text": "one and another"}\n' * 20)
     recipe = Recipe.model_validate({"model": {"name": f"hf:{folder}", "init": "random"}, "data": data, "plan": "mb=1"})
     try:
-        preflight(recipe, 1)
+        if verifies:
+            case_of(recipe, 1, RecipeSettings())
+        else:
+            preflight(recipe, 1)
     except ShoalError as error:
         return [f"{problem.code} {problem.fix}" for problem in error.problems]
     return []
@@ -96,6 +102,9 @@ def test_documents_that_see_each_other_are_rejected(kind: str, tmp_path: Path) -
     assert mixes_documents(model) is True
     assert [one[:4] for one in problems(tmp_path)] == ["L016"]
     assert problems(tmp_path, mask_documents=False) == []
+    assert [one[:4] for one in problems(tmp_path, verifies=True)] == ["L016"]
+    assert problems(tmp_path, mask_documents=False, verifies=True) == []
+    assert [one[:4] for one in problems(tmp_path, mask_documents=False, pack=True, verifies=True)] == ["L016"]
 
 
 def test_the_text_of_a_class_shows_its_masks() -> None:
@@ -110,6 +119,7 @@ def test_documents_that_are_kept_apart_are_not_rejected(tmp_path: Path) -> None:
     model.config.vocab_size = 300
     model.config.save_pretrained(tmp_path)
     assert problems(tmp_path) == []
+    assert problems(tmp_path, verifies=True) == []
 
 
 def test_a_loss_of_routers_is_rejected(tmp_path: Path) -> None:
@@ -118,3 +128,4 @@ def test_a_loss_of_routers_is_rejected(tmp_path: Path) -> None:
     model.config.vocab_size, model.config.output_router_logits = 300, True
     model.config.save_pretrained(tmp_path)
     assert problems(tmp_path) == ["M089 --model.output_router_logits false"]
+    assert problems(tmp_path, verifies=True) == ["M089 --model.output_router_logits false"]

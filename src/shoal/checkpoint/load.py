@@ -68,6 +68,7 @@ def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False)
 def _sources_of(holder: Holder, manifest: Manifest, *, only_weights: bool) -> list[tuple[LocalShard, list[str]]]:
     """This rank's pieces, and for each the names of the tensors that fill it."""
     if not only_weights:
+        assert holder.optimizer is not None
         holder.optimizer.state.clear()  # of another step
         make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))  # [1]
     pieces = _weights(holder, manifest) if only_weights else list(local_shards(holder))

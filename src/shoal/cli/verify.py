@@ -93,7 +93,8 @@ def _check(options: Verify, recipe: Recipe) -> list[Problem]:
 
 def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
 
-    from shoal.verification.api import case_of, verify_case
+    from shoal.verification.api import verify_case
+    from shoal.verification.recipe.cases import case_of
     from shoal.verification.report import render, to_mapping
 
     case = case_of(recipe, _num_ranks(recipe), _settings(options))
@@ -119,7 +120,8 @@ def _write_page(path: Path, result: VerifyResult) -> None:
 def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
     from rich.console import Console
 
-    from shoal.verification.api import legal_cases, verify_case
+    from shoal.verification.api import verify_case
+    from shoal.verification.recipe.cases import legal_cases
     from shoal.verification.report import matrix_row, matrix_table, to_mapping
 
     console = Console(file=sys.stderr)

@@ -11,8 +11,22 @@ BUILDERS = {
 PREFIXES = {"hf:": "shoal.models.huggingface.pretrained.build:builder"}
 """First letters of a name → a function from the name to a builder."""
 
+FOR_LOOPS = {"hf:": "shoal.models.huggingface.pretrained.from_pretrained:build"}
+"""First letters of a name → a function that builds such a model for a loop of your own, without memory."""
+
 START_FOLDERS = {"hf:": "shoal.models.huggingface.pretrained.weights:folder_to_start_from"}
 """First letters of a name → a function from the model section to the folder of its weights."""
+
+OTHER_SECTIONS = {"hf:": "shoal.models.huggingface.pretrained.same_config:other_section"}
+"""First letters of a name → a function that compares the model section of a checkpoint with a model."""
+
+SETTINGS = {
+    "llama": "shoal.models.llama_config:settings",
+    "moe": "shoal.models.moe_config:settings",
+    "resnet": "shoal.models.resnet:settings",
+    "mlp": "shoal.models.mlp:settings",
+}
+"""Model → a function from its arguments to all settings that decide what its weights compute."""
 
 EXPORTERS = {"hf:": "shoal.models.huggingface.pretrained.export:for_export"}
 """First letters of a name → a function from the model section and its tensors to those of a folder."""
@@ -29,7 +43,7 @@ SMALLER = {"llama": "shoal.models.llama_config:smaller", "moe": "shoal.models.mo
 SMALLER_BY_PREFIX = {"hf:": "shoal.models.huggingface.pretrained.smaller:smaller"}
 """The same for names with a prefix. None: there is no small copy."""
 
-RANDOM_BATCHES = {"hf:": "shoal.models.huggingface.pretrained.random_batch:random_batch"}
+RANDOM_BATCHES = {"hf:": "shoal.models.huggingface.pretrained.data.random_batch:recipe_batch"}
 """First letters of a name → a function that draws a batch for a verification; None: random tokens are drawn."""
 
 ADAPTERS = {"transformers": "shoal.models.huggingface"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from shoal.errors import Problem, listed, raise_if
@@ -155,6 +155,16 @@ PRESETS = {
         vocabulary=128256, hidden=16384, num_layers=126, num_heads=128, num_kv_heads=8, ffn=53248
     ),
 }
+
+
+FREE = ("max_sequence", "init_std")
+"""Settings that the meaning of weights does not depend on."""
+
+
+def settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """All others, with those that the arguments leave out."""
+    found = asdict(build_config("llama", PRESETS, LlamaConfig(), arguments))
+    return {key: value for key, value in found.items() if key not in FREE}
 
 
 def smaller_std(hidden: int) -> float:

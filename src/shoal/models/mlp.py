@@ -5,8 +5,8 @@ Its layers are torch's own, with torch's own law for the first values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -55,6 +55,11 @@ PRESETS = {"tiny": MLPConfig()}
 def build(**arguments: Any) -> MLP:
     """An MLP from `preset` and any field of `MLPConfig`."""
     return MLP(build_config("mlp", PRESETS, MLPConfig(), arguments))
+
+
+def settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings, with those that the arguments leave out."""
+    return asdict(build_config("mlp", PRESETS, MLPConfig(), arguments))
 
 
 class Layer(nn.Module):

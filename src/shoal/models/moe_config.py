@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from shoal.errors import Problem, ShoalError, raise_if
@@ -174,6 +174,16 @@ PRESETS = {
         bias_rate=1e-3,
     ),
 }
+
+
+FREE = ("max_sequence", "init_std", "auxiliary_coefficient", "z_coefficient", "bias_rate")
+"""Settings that the meaning of weights does not depend on: first values, and losses of the training."""
+
+
+def settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """All others, with those that the arguments leave out."""
+    found = asdict(build_config("moe", PRESETS, MoeConfig(), arguments))
+    return {key: value for key, value in found.items() if key not in FREE}
 
 
 def smaller(arguments: Mapping[str, Any], *, num_stages: int, ep: int = 1) -> dict[str, Any]:

@@ -6,8 +6,8 @@ for small images. Shapes: B batch, C channels, Y and X the height and width of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -84,6 +84,11 @@ def build(**arguments: Any) -> ResNet:
     """A ResNet from `preset` and any field of `ResNetConfig`; its parameters are NaN until they are
     initialised."""
     return ResNet(build_config("resnet", PRESETS, ResNetConfig(), arguments))
+
+
+def settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings, with those that the arguments leave out."""
+    return asdict(build_config("resnet", PRESETS, ResNetConfig(), arguments))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from shoal.planner.suggestions import AS_OPTIONS, check_axes
 from shoal.planner.task import Task
 from shoal.predict.cluster import Cluster
 from shoal.predict.cluster_parser import parse_cluster
+from shoal.predict.huggingface_config import NoDimensions
 from shoal.predict.presets.frameworks import shoal_profile
 from shoal.predict.presets.models import find_model
 from shoal.predict.workload import Workload
@@ -160,7 +161,7 @@ def task_of(request: PlanRequest) -> Task:
         raise ShoalError(*found.problems)
     if request.price is not None:
         cluster = replace(cluster, price=request.price)
-    usual = min(workload.sequence or 4096, LONGEST) if workload.is_transformer else 1
+    usual = min(workload.sequence or 4096, LONGEST) if workload.is_transformer else max(1, workload.sequence)
     sequence = usual if request.seq_len is None else request.seq_len
     batch = _usual_batch(cluster, workload, sequence) if request.global_batch is None else request.global_batch
     task = Task(
@@ -237,11 +238,24 @@ def workload_of(request: PlanRequest) -> Workload:
         precision = required_of(request)["precision"]
         traced: Workload = trace.workload_of(model, inputs, name=request.model, precision=precision)
         return traced
-    named = find_model(request.model)
+    try:
+        named = find_model(request.model)
+    except NoDimensions as why:
+        if given:
+            raise
+        named = _traced(request.model, why, request)
     if given and not named.is_transformer:
         what = f"{request.model} is no transformer, and --{next(iter(given))} is a dimension of one"
         raise ShoalError(what, fix=f"shoal plan {request.model}, without --{next(iter(given))}", code="Q005")
     return named.resized(**given) if given else named
+
+
+def _traced(model: str, why: NoDimensions, request: PlanRequest) -> Workload:
+    """A model of transformers whose config does not show its costs."""
+    trace = import_module("shoal.train.trace.pretrained_trace")  # as above
+    precision = required_of(request)["precision"]
+    traced: Workload = trace.workload_of_folder(model, why, sequence=request.seq_len, precision=precision)
+    return traced
 
 
 def required_of(request: PlanRequest) -> dict[str, Any]:

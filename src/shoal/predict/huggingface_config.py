@@ -33,8 +33,15 @@ LEARNED_POSITIONS = ("gpt2", "opt", "bert", "gpt_neo")
 BIASED = ("gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "bert", "phi", "starcoder2")
 
 
+class NoDimensions(ShoalError):
+    """A config of a model that is no stack of equal blocks with attention. It can be traced."""
+
+
 RECURRENT = ("state_size", "ssm_state_size", "mamba_d_state", "mamba_state_dim", "time_step_rank", "conv_L_cache")
 """Keys of models whose layers, or some of them, keep a state instead of attending to tokens."""
+
+OTHER_PARTS = ("is_encoder_decoder", "image_size", "num_hidden_groups")
+"""Keys of models that have two stacks, take images, or run one block several times."""
 
 
 def workload_from_config(path: Path) -> Workload:
@@ -56,8 +63,8 @@ def workload_from_config(path: Path) -> Workload:
 def from_hugging_face(config: Mapping[str, Any], *, name: str) -> Workload:
     """From the keys of a config.json; all that are missing are named at once."""
     if (other := _other_layers(config)) is not None:
-        what = f"the config of {name} has layers that are not attention ({other}), whose time and memory are not known"
-        raise ShoalError(what, fix="file.py:function, which builds the model: it is traced", code="Q022")
+        what = f"the config of {name} has other layers than one stack with attention ({other})"
+        raise NoDimensions(what, fix="file.py:function, which builds the model: it is traced", code="Q022")
     found: dict[str, Any] = {}
     for key, spellings in (*HF_KEYS.items(), *HF_OPTIONAL.items()):
         values = [config[word] for word in spellings if isinstance(config.get(word), int)]
@@ -66,7 +73,7 @@ def from_hugging_face(config: Mapping[str, Any], *, name: str) -> Workload:
     missing = [f"{key} ({' or '.join(spellings)})" for key, spellings in HF_KEYS.items() if key not in found]
     if missing:
         what = f"the config of {name} does not say {', '.join(missing)}"
-        raise ShoalError(what, fix="a config.json of a transformer, or plain dimensions", code="Q022")
+        raise NoDimensions(what, fix="a config.json of a transformer, or plain dimensions", code="Q022")
     kind = str(config.get("model_type", ""))
     shared = int(config.get("n_shared_experts") or 0) * int(found.get("expert_ffn", 0))
     shared += int(config.get("shared_expert_intermediate_size") or 0)
@@ -95,4 +102,4 @@ def _other_layers(config: Mapping[str, Any]) -> str | None:
     for one in kinds if isinstance(kinds, list) else ():
         if not str(one).endswith("attention") or str(one).startswith("linear"):
             return str(one)[:40]
-    return next((key for key in RECURRENT if config.get(key)), None)
+    return next((key for key in (*RECURRENT, *OTHER_PARTS) if config.get(key)), None)

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
 from shoal.checkpoint.formats.adapter import load_adapter
+from shoal.config.pretrained_folder import PREFIX
 from shoal.config.recipe import LoraSection, ModelSection
 from shoal.errors import ShoalError, listed, nearest
 from shoal.numerics.init import can_fill, has_init_rule, init_adapters, initialise
@@ -43,6 +44,32 @@ def build_model(section: ModelSection) -> nn.Module:
             code="M004",
         )
     return model if section.lora is None else add_lora(model, section.lora)
+
+
+def from_pretrained(name: str, *, init: str = "weights", trust_remote_code: bool = False, **config: Any) -> Any:
+    """Build a model of transformers without memory; `run.prepare` reads, on each rank, its part of the files.
+
+        model = shoal.from_pretrained("Qwen/Qwen3-0.6B")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        model, optimizer = run.prepare(model, optimizer)
+
+    It is of the class that config.json names, in training mode, and in float32 until a plan or `param_dtype` says
+    otherwise. Files are compared with the model now; values are read by `prepare`.
+
+    name               a folder as save_pretrained writes it, or a name on the hub; `hf:` may be in front
+    init               weights, or random: drawn from the seed of the run by transformers' own rules
+    trust_remote_code  run Python files of the folder
+    config             values in place of those of config.json, such as num_hidden_layers=4
+    """
+    full_name = name if name.startswith(PREFIX) else f"{PREFIX}{name}"
+    build = function_for("FOR_LOOPS", full_name)
+    assert build is not None
+    return build(full_name, init=init, trust_remote_code=trust_remote_code, **config)
+
+
+def is_name(thing: object) -> bool:
+    """Whether a text is such a name, with its prefix."""
+    return isinstance(thing, str) and function_for("FOR_LOOPS", thing) is not None
 
 
 def add_lora(model: nn.Module, section: LoraSection) -> nn.Module:

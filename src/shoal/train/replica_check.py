@@ -94,7 +94,7 @@ def copies_of(run: RunState) -> Iterator[ReplicatedTensor]:
 
 
 def _states(holder: Holder, name: str) -> Iterator[tuple[str, Tensor]]:
-    states = holder.optimizer.state.get(holder.updated(holder.composed.named[name]), {})
+    states = holder.states_of(holder.composed.named[name])
     for kind, state in states.items():
         if isinstance(state, Tensor):
             yield f"{kind} of {name}", to_local(state)

@@ -74,6 +74,7 @@ def state_of(run: RunState) -> dict[str, Any]:
         **_local_sgd(run),
         **adapter_state(run.composed, run.world),
         **({"ema": run.ema.num_updates} if run.ema is not None else {}),
+        **({"model": run.model_section} if run.model_section is not None else {}),
     }
 
 

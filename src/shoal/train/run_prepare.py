@@ -13,6 +13,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal.blueprint.description import Description
+from shoal.checkpoint.formats.adapter import fill_adapter
+from shoal.checkpoint.formats.start_weights import StartWeights, start_weights_of
+from shoal.checkpoint.load_tensors import load_tensors
+from shoal.checkpoint.state.model_state import Holder
+from shoal.comm.all_or_none import all_or_none
 from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.errors import Findings, Problem, raise_if
 from shoal.numerics.init import init_missing
@@ -23,7 +28,8 @@ from shoal.parallel.checks import why_loss_not_fused
 from shoal.parallel.compose import compose
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.parallel.pipeline.skeleton import Call
-from shoal.train.build_model import adapt, adapter_of, describe
+from shoal.safe_parsing import short
+from shoal.train.build_model import adapt, adapter_of, describe, from_pretrained, is_name
 from shoal.train.checks import check_compiled, check_second, check_wrapped, rule_under
 from shoal.train.loss.objective import CrossEntropy, LabelRule, MeanOf, call_of
 from shoal.train.optim.checks import check_rounding, check_whole
@@ -37,6 +43,7 @@ from shoal.train.trace.find_blocks import attach_blocks
 
 def prepare(engine: StepEngine, things: tuple[Any, ...]) -> tuple[Any, ...]:
     """The things as the run of this engine takes them, in their order. Models are placed before all else."""
+    things = tuple(_with_model(engine.state, thing) for thing in things)
     found = Findings()
     for thing in things:
         found += _check(engine.state, thing)
@@ -46,6 +53,16 @@ def prepare(engine: StepEngine, things: tuple[Any, ...]) -> tuple[Any, ...]:
         attach_blocks(model, engine.state.plan.layout.pp, functools.partial(_first_call, engine.state, loader))
     models = {id(thing): _prepare_model(engine, thing) for thing in things if isinstance(thing, nn.Module)}
     return tuple(models[id(thing)] if id(thing) in models else _prepare(engine, thing) for thing in things)
+
+
+def _with_model(state: RunState, thing: Any) -> Any:
+    """The model without memory that a name such as `hf:FOLDER` stands for; any other thing as it is."""
+    if not is_name(thing) or state.parallel_model is not None:
+        return thing
+    models: list[nn.Module] = []
+    failed, fix = f"no model was built from {thing}", "a folder that every rank can read"
+    all_or_none(state.world, lambda: models.append(from_pretrained(thing)), failed=failed, fix=fix)
+    return models[0]
 
 
 def _first_call(state: RunState, loader: DataLoader[Any] | None) -> Call | None:
@@ -67,12 +84,16 @@ def _check(state: RunState, thing: Any) -> Iterator[Problem]:
         yield from check_second("optimizer", state.prepared_optimizer)
         yield from check_rounding(thing, state.precision.weight_dtype)
         yield from check_whole(thing, state.plan)
+    elif is_name(thing):
+        yield from check_second("model", state.parallel_model)
     elif not isinstance(thing, DataLoader) and not is_scheduler(thing):
-        yield Problem(
-            "T029",
-            f"prepare cannot place a {type(thing).__name__}",
+        what, fix = (
+            f"a {type(thing).__name__}",
             "run.prepare(model, optimizer, scheduler, loader); keep the rest as it is",
         )
+        if isinstance(thing, str):
+            what, fix = f"the text {short(thing)}", "run.prepare('hf:FOLDER'), the folder of a model of transformers"
+        yield Problem("T029", f"prepare cannot place {what}", fix)
 
 
 def _prepare(engine: StepEngine, thing: Any) -> Any:
@@ -86,6 +107,7 @@ def _prepare(engine: StepEngine, thing: Any) -> Any:
 def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
     state = engine.state
     raise_if(check_second("model", state.parallel_model))  # of two in one call
+    start = start_weights_of(model)
     init_missing(model, state.seed)
     description = describe(model)
     rule = _label_rule(state, model, description)
@@ -103,7 +125,8 @@ def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
         compute=state.policies.compute,
         sync=state.policies.sync,
     )
-    state.description = description
+    state.description, state.model_section = description, getattr(model, "model_section", None)
+    _load_start_weights(state, start, getattr(model, "adapter_to_load", None), composed)
     composed.replicas.keeps_nonfinite = state.updates.keeps_nonfinite
     if composed.reducer is not None:
         composed.reducer.may_be_dropped = state.updates.on_nan == "skip"
@@ -118,6 +141,17 @@ def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
     if state.prepared_optimizer is not None:
         _give_parameters(state, state.prepared_optimizer, composed)
     return composed.model
+
+
+def _load_start_weights(
+    state: RunState, start: StartWeights | None, adapter: str | None, composed: ParallelModel
+) -> None:
+    """Fill the pieces of this rank from the files that a model without memory starts with."""
+    if start is not None:
+        load_tensors(state.world, Holder(composed), start.tensors, start.where)
+    if adapter is not None:
+        failed, fix = f"{adapter} was not loaded", "--model.lora.adapter FOLDER, which every rank can read"
+        all_or_none(state.world, lambda: fill_adapter(composed, adapter), failed=failed, fix=fix)
 
 
 def _label_rule(state: RunState, model: nn.Module, description: Description) -> LabelRule:

@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 class RunState:
     """What one rank holds of a run. `plan` is resolved for the ranks of `world`."""
 
+    model_section: dict[str, Any] | None = None
+    """The section of a recipe that builds the model, where a script has built it by name."""
+
     def __init__(
         self,
         plan: Plan,

@@ -1,10 +1,9 @@
-"""Verify a recipe, or a user's own model, under a plan: `shoal verify` and `shoal.verify`."""
+"""Verify a model under a plan: `shoal.verify`. `recipe.cases` has the models of recipes."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,45 +16,34 @@ from torch import Tensor, nn
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.replicas.sync_words import AUTO
 from shoal.blueprint.validation.check import check_plan, check_ranks, check_unread
-from shoal.blueprint.validation.enumerate import legal_plans
 from shoal.config.checks.arguments import check_device, check_number, check_whole
-from shoal.config.recipe import ModelSection, Recipe
 from shoal.data.batch import length, rows
-from shoal.data.dataset import Dataset
-from shoal.data.mixture import batch_ids
-from shoal.data.order import sample_ids
-from shoal.data.sources.open import open_datasets
 from shoal.errors import Findings, Problem, listed, nearest, raise_if
 from shoal.launch.local import launch
 from shoal.parallel.expert.router import routers
 from shoal.parallel.pipeline.skeleton import Call, skeleton_of
 from shoal.parallel.pipeline.stage_io import traced
 from shoal.safe_parsing import short
-from shoal.train.build_model import adapt, build_model, describe, without_memory
+from shoal.train.build_model import adapt, describe, from_pretrained, is_name, without_memory
 from shoal.train.loss.labels import needs_labels
 from shoal.train.loss.objective import CrossEntropy, LabelRule, call_of, objective_of, uncallable
-from shoal.train.model_prefix import function_for
-from shoal.train.recipe.preflight import as_trained, check_sizes, check_task
-from shoal.train.recipe.saving.start_weights import with_dimensions
 from shoal.train.trace.find_blocks import attach_blocks
 from shoal.verification.case import Case, in_precision, replaced_precision
 from shoal.verification.compression_error import without_compression
 from shoal.verification.options import (
     TOLERANCES,
-    RecipeSettings,
     VerifySettings,
     check_options,
-    check_verified_recipe,
     claimed_ranks,
 )
-from shoal.verification.random_batches import draw, random_batches, tokens_for
 from shoal.verification.rank import verify_on_rank
+from shoal.verification.recipe.random_batches import random_batch_of
 from shoal.verification.reference import has_batch_norm
 from shoal.verification.report import VerifyResult
 from shoal.verification.totals import bytes_of, bytes_to_replicas, collectives_of, memory_of, replica_sync_of
 
-LR, LR_OF_OTHERS = 1e-2, 1e-4
-"""The learning rates of shoal's models and of others. T5 multiplies rounding by a thousand in a step of 1e-2."""
+LR_OF_OTHERS = 1e-4
+"""The learning rate of models of others. T5 multiplies rounding by a thousand in a step of 1e-2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,9 +70,9 @@ class VerifyOptions(TypedDict, total=False):
 
 
 def verify(
-    build_model: Callable[[], nn.Module] | nn.Module,
-    batch: Any,
-    plan: Plan | str | Mapping[str, Any],
+    build_model: Callable[[], nn.Module] | nn.Module | str,
+    batch: Any = None,
+    plan: Plan | str | Mapping[str, Any] = "auto",
     *,
     nproc: int | None = None,
     loss: Any = None,
@@ -93,41 +81,64 @@ def verify(
 ) -> VerifyResult:
     """Train a model for a few steps in one process and with the plan, and compare every gradient and weight by name.
 
-    `build_model()` returns the model, the same in every process; or it is the model itself, which stays unchanged.
-    `batch` is a global batch, or a list of them. `nproc` None: the product of the plan's degrees. `options`, by name:
+    `build_model()` returns the model, the same in every process; or it is the model itself, which stays unchanged; or
+    "hf:FOLDER", a model of transformers with its weights. `batch` is a global batch, or a list of them; None: inputs
+    and labels are drawn at random, for a model of transformers. `nproc` None: the product of the plan's degrees.
+    `options`, by name:
 
     steps      optimizer steps to compare (3)
-    lr         the learning rate (0.01)
+    lr         the learning rate (0.01; of "hf:FOLDER" 0.0001)
     clip       the largest norm of gradients (0.5); None: no clipping
     seed       decides the initial weights and all randomness in the model (0)
     precision  fp64, fp32, bf16 or fp16, in place of the plan's; None: fp64 on a CPU, the plan's own on a GPU
     tolerance  the largest difference that counts as equal; None: that of the precision
     """
-    build = functools.partial(_copy_of, build_model) if isinstance(build_model, nn.Module) else build_model
     found = Findings()
     found += _check_names(options)
-    known: Mapping[str, Any] = {name: value for name, value in options.items() if name in OPTIONS}
+    known: dict[str, Any] = {name: value for name, value in options.items() if name in OPTIONS}
+    if isinstance(build_model, str):
+        known.setdefault("lr", LR_OF_OTHERS)
     settings = ModelSettings(**known)
+    build = found.of(_builder, build_model)
     found += [*check_options(settings), *_check_values(settings, device, nproc), *_check_given(build_model, batch)]
     found.of(objective_of, loss)
     first = next(iter(several := _batches(batch)), batch)
-    size_of_batch = None if isinstance(first, list) and not first else found.of(length, first)
+    size_of_batch = None if batch is None or (isinstance(first, list) and not first) else found.of(length, first)
     open_plan = found.of(Plan.of, plan)
     size = nproc if nproc is not None or open_plan is None else found.of(claimed_ranks, open_plan)
+    if batch is None and callable(build) and open_plan is not None and isinstance(size, int) and size > 0:
+        first = found.of(random_batch_of, build, open_plan, size, settings.seed)
+        several, size_of_batch = [first], None if first is None else length(first)
     if isinstance(size, int) and size > 0:
         found += check_unread(plan, size) if open_plan is None else check_ranks(open_plan, size, batch=size_of_batch)
     if open_plan is not None and isinstance(size, int) and size_of_batch is not None and callable(build):
         build = functools.partial(with_blocks, build, rows(first, 0, 2), loss, open_plan.pp)
-        found += check_built(build, open_plan.fill(size), _num_tokens(first))
+        found += check_built(build, open_plan.fill(size), num_tokens(first))
     raise_if((_with_nproc(problem) for problem in found.problems), title=f"plan '{plan}'")
+    assert build is not None
     assert open_plan is not None
     assert size is not None
-    requested = open_plan.resolve(size)
+    case = _case_of(
+        build, (several * settings.steps)[: settings.steps], open_plan.resolve(size), settings, loss, device
+    )
+    reject_uncallable(case)
+    return verify_case(case)
+
+
+def _case_of(
+    build: Callable[[], nn.Module],
+    batches: list[Any],
+    requested: Plan,
+    settings: ModelSettings,
+    loss: Any,
+    device: str,
+) -> Case:
+    """The case of a resolved plan."""
     resolved = in_precision(requested, settings.precision, device)
     exact = without_compression(resolved)
-    case = Case(
+    return Case(
         build=build,
-        batches=(several * settings.steps)[: settings.steps],
+        batches=batches,
         plan=exact,
         compressed=None if exact == resolved else resolved,
         loss=loss,
@@ -138,8 +149,6 @@ def verify(
         tolerance=TOLERANCES[resolved.precision] if settings.tolerance is None else settings.tolerance,
         replaced=replaced_precision(requested, resolved),
     )
-    reject_uncallable(case)
-    return verify_case(case)
 
 
 def _batches(batch: Any) -> list[Any]:
@@ -161,9 +170,10 @@ def _check_values(settings: ModelSettings, device: Any, nproc: Any) -> Iterator[
 
 def _check_given(build: Any, batch: Any) -> Iterator[Problem]:
     """Find a model that is none, and a list without a batch."""
-    if not callable(build):
+    if not callable(build) and not is_name(build):
         what = f"build_model must be a model or a function that returns one, got {short(build)}"
-        yield Problem("V051", what, "verify(lambda: Model(), batch, plan)")
+        fix = "verify('hf:FOLDER', batch, plan)" if isinstance(build, str) else "verify(lambda: Model(), batch, plan)"
+        yield Problem("V051", what, fix)
     if isinstance(batch, list) and not batch:
         what = "batch must be a global batch or a list of them, got an empty list"
         yield Problem("V050", what, "verify(model, (inputs, labels), plan)")
@@ -172,6 +182,13 @@ def _check_given(build: Any, batch: Any) -> Iterator[Problem]:
 def _with_nproc(problem: Problem) -> Problem:
     """The same problem; the number of ranks is an argument of `verify`, which starts them itself."""
     return replace(problem, fix=re.sub(r"--(?:launch\.)?nproc (?=\d)", "nproc=", problem.fix))
+
+
+def _builder(given: Any) -> Any:
+    """A function that builds what is verified; None: it is no model."""
+    if isinstance(given, str):
+        given = from_pretrained(given) if is_name(given) else None
+    return functools.partial(_copy_of, given) if isinstance(given, nn.Module) else given
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
@@ -281,131 +298,7 @@ def reject_uncallable(case: Case) -> None:
             traced(model, description, call)
 
 
-# ---- cases from a recipe --------------------------------------------------------------------------------------------
-
-
-def case_of(recipe: Recipe, world_size: int, settings: RecipeSettings) -> Case:
-    """The case of a recipe's model under its plan; of a small copy, if the model has one."""
-    device = "cpu" if recipe.launch.device == "auto" else recipe.launch.device
-    problems, section, datasets = check_case(recipe, world_size, settings)
-    raise_if(problems, title=f"plan '{recipe.plan.fill(world_size).brief()}'")
-    requested = recipe.plan.resolve(world_size)
-    plan = in_precision(requested, settings.precision, device)
-    batches = (
-        random_batches(section, plan, recipe, settings.steps)
-        if datasets is None
-        else _real_batches(recipe, datasets[0], settings.steps)
-    )
-    exact = without_compression(plan)
-    case = Case(
-        build=_builder(section, datasets, plan),
-        batches=batches,
-        plan=exact,
-        compressed=None if exact == plan else plan,
-        seed=recipe.run.seed,
-        lr=LR if function_for("RANDOM_BATCHES", section.name) is None else LR_OF_OTHERS,
-        clip=recipe.optim.clip if recipe.optim.clip is None else min(recipe.optim.clip, 0.5),
-        device=device,
-        tolerance=TOLERANCES[plan.precision] if settings.tolerance is None else settings.tolerance,
-        replaced=replaced_precision(requested, plan),
-        not_verified=tuple(_not_verified(recipe)),
-    )
-    reject_uncallable(case)
-    return case
-
-
-def check_case(
-    recipe: Recipe, world_size: int, settings: RecipeSettings
-) -> tuple[list[Problem], ModelSection, tuple[Dataset, Dataset] | None]:
-    """All problems that would end the verification of a recipe, before anything is started.
-
-    Returns the model to verify, too, and the data of a model that has no small copy.
-    """
-    found = Findings()
-    found += check_verified_recipe(recipe, world_size, settings)
-    plan = recipe.plan.fill(world_size)
-    recipe = found.of(with_dimensions, recipe) or recipe
-    small = None if settings.real else found.of(smaller_model, recipe.model, plan.with_layout())
-    section, is_small = small or (recipe.model, False)
-    recipe = recipe if is_small else found.of(as_trained, recipe) or recipe
-    datasets = None if is_small else found.of(open_datasets, recipe.data, recipe.run.seed)
-    if is_small:
-        drawn = found.of(draw, section, recipe, 2, tokens_for(plan.with_layout()), torch.Generator())
-        tokens: int | None = None if drawn is None else _num_tokens(drawn)
-    else:
-        tokens = None if datasets is None else datasets[0].tokens_per_sample
-    if settings.real or small is not None:
-        build = _builder(section, datasets, plan)
-        found += found.of(check_built, build, plan, tokens) or ()
-        model = None if datasets is None else found.of(without_memory, build)
-        if model is not None and datasets is not None:
-            found += [*check_task(model, datasets[0]), *check_sizes(model, datasets[0])]
-    return found.problems, section, datasets
-
-
-def _builder(section: ModelSection, datasets: tuple[Dataset, Dataset] | None, plan: Plan) -> Callable[[], nn.Module]:
-    """A function that builds the model of a recipe."""
-    build = functools.partial(build_model, section)
-    if datasets is None or (plan.pp or 1) == 1:
-        return build
-    two = datasets[0].batch(sample_ids(0, len(datasets[0]), 0, 2))
-    return functools.partial(with_blocks, build, two, None, plan.pp)
-
-
-def _not_verified(recipe: Recipe) -> Iterator[str]:
-    """Settings for speed that the recipe changes and a verification ignores, which the user must know."""
-    settings, defaults = recipe.model_dump(), Recipe().model_dump()
-    for key in (
-        "run.compile",
-        "run.attention",
-        "run.loss",
-        "run.fused_layers",
-        "run.recompute_swiglu",
-        "run.sync_batch_norm",
-        "optim.state_dtype",
-    ):
-        section, _, name = key.partition(".")
-        if (value := settings[section][name]) != defaults[section][name]:
-            yield f"{key} {str(value).lower()}"
-
-
-def smaller_model(section: ModelSection, plan: Plan) -> tuple[ModelSection, bool]:
-    """The model section of a small copy with the same structure, and whether there is one."""
-    sizes = {"num_stages": plan.layout.pp * (plan.v or 1), "ep": plan.layout.ep}
-    lora = section.lora and section.lora.model_copy(update={"adapter": None})  # whose matrices have other sizes
-    by_prefix = function_for("SMALLER_BY_PREFIX", section.name)
-    if by_prefix is not None:
-        arguments = by_prefix(section.name, section.arguments, **sizes)
-        return (
-            (section, False) if arguments is None else (ModelSection(name=section.name, lora=lora, **arguments), True)
-        )
-    functions: dict[str, str] = importlib.import_module("shoal.models").SMALLER
-    if section.name not in functions:
-        return section, False
-    module_name, _, function = functions[section.name].partition(":")
-    shrink = getattr(importlib.import_module(module_name), function)
-    return ModelSection(name=section.name, lora=lora, **shrink(section.arguments, **sizes)), True
-
-
-def _real_batches(recipe: Recipe, dataset: Dataset, steps: int) -> list[Any]:
-    size = recipe.data.global_batch
-    every, seed = slice(0, size), recipe.run.seed
-    return [dataset.batch(batch_ids(dataset, seed, step * size, size, every)) for step in range(steps)]
-
-
-def legal_cases(recipe: Recipe, world_size: int, settings: RecipeSettings) -> Iterator[Case]:
-    """A case for every valid layout of `world_size` ranks, from simple to composed."""
-    with torch.device("meta"):
-        model = build_model(recipe.model)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for plan in legal_plans(world_size, description=describe(model), batch=recipe.data.global_batch, features=shapes):
-        yield case_of(recipe.model_copy(update={"plan": plan}), world_size, settings)
-
-
-# ---- ranks and tokens ------------------------------------------------------------------------------------------------
-
-
-def _num_tokens(batch: Any) -> int | None:
+def num_tokens(batch: Any) -> int | None:
     """The sequence length, if the first input of a batch is a matrix of integers."""
     values = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
     first = values[0] if values else None

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.checkpoint.formats.start_weights import fill_from_files
 from shoal.data.batch import IGNORE, length, rows, to_device
-from shoal.numerics.init import has_init_rule, init_missing, initialise
+from shoal.numerics.init import has_init_rule, init_missing, initialise, materialise
 from shoal.numerics.precision import precision_of, silence_matmul_warning
 from shoal.parallel.expert.router import auxiliary_loss, biases, update_biases
 from shoal.train.build_model import adapter_of
@@ -32,6 +33,7 @@ def observe_reference(case: Case) -> tuple[list[Observation], dict[str, Tensor]]
     precision = precision_of(case.plan.precision)
     device = torch.device(case.device)
     model = fresh_model(case).to(device, precision.weight_dtype)
+    fill_from_files(model)
     initial = _copies(model)
     optimizer = optimizer_for(case, list(model.parameters()))
     lower, adapter = precision.is_lower, adapter_of(model)
@@ -69,6 +71,8 @@ def fresh_model(case: Case) -> nn.Module:
     model = case.build()
     if (adapter := adapter_of(model)) is not None:
         adapter.register_head_last(model)  # a tied weight has the same name as in a layout
+    if any(parameter.is_meta for parameter in model.parameters()):
+        materialise(model, "cpu")
     if has_init_rule(model):
         initialise(model, case.seed)
     init_missing(model, case.seed)  # as `Run.prepare` does for torch's own layers on the meta device

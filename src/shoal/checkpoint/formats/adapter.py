@@ -115,7 +115,7 @@ def _problems(path: Path, found: Any) -> list[Problem]:
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Add the LoRA of a folder to a model, in place. Values are copied where the model has memory."""
+    """Add the LoRA of a folder to a model, in place. Where it has no memory yet, `Run.prepare` reads the values."""
     config, path = read_config(folder), Path(folder) / WEIGHTS
     tensors = {_own_name(path, name): tensor for name, tensor in safetensors.read(path).items()}
     targets = sorted({name.rpartition(".")[0] for name in tensors})
@@ -127,6 +127,9 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
         dropout=float(config.get("lora_dropout", 0.0)),
     )
     copy_into(model, tensors, path)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        made: Any = model
+        made.adapter_to_load = str(folder)
     return model
 
 

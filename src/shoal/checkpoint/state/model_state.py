@@ -53,7 +53,8 @@ class Holder:
     """The objects of a run on this rank whose tensors are saved."""
 
     composed: ParallelModel
-    optimizer: Optimizer
+    optimizer: Optimizer | None = None
+    """None: there is none yet, and no state of it."""
     copies: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     """Parameters that the optimizer updates through copies in host memory (`offload=optimizer`)."""
     averages: Mapping[str, Tensor] = field(default_factory=dict)
@@ -62,6 +63,13 @@ class Holder:
     def updated(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the tensor that the optimizer updates for a parameter."""
         return self.copies.get(parameter, parameter)
+
+    def states_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """Return the optimizer's states for a parameter."""
+        found: Mapping[str, Any] = (
+            {} if self.optimizer is None else self.optimizer.state.get(self.updated(parameter), {})
+        )
+        return found
 
 
 def base_shards(holder: Holder) -> Iterator[LocalShard]:
@@ -91,7 +99,7 @@ def local_shards(holder: Holder) -> Iterator[LocalShard]:
         yield from _boxes(composed, name, f"model/{known}", own)
         if name in holder.averages:
             yield from _boxes(composed, name, f"ema/{known}", holder.averages[name], is_needed=False)
-        for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
+        for kind, state in holder.states_of(parameter).items():
             if isinstance(state, Tensor) and state.dim():
                 own, path = to_local(state), f"optimizer/{kind}/{known}"
                 if local_sgd is None and own.shape == value.shape:
@@ -147,7 +155,7 @@ def scalars_of(holder: Holder) -> dict[str, dict[str, float]]:
     """Map names to the optimizer's scalar states, for the parameters that this rank saves."""
     found: dict[str, dict[str, float]] = {}
     for name, parameter in holder.composed.named.items():
-        states = holder.optimizer.state.get(holder.updated(parameter), {})
+        states = holder.states_of(parameter)
         numbers = {
             kind: float(state) for kind, state in states.items() if not isinstance(state, Tensor) or state.dim() == 0
         }
@@ -161,6 +169,7 @@ def make_states(
 ) -> None:
     """Create optimizer states, for each parameter of this rank, of the kinds that a checkpoint has."""
     optimizer, composed = holder.optimizer, holder.composed
+    assert optimizer is not None
     firsts = {second: first for first, second in composed.tied}
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     for name, of_model in composed.named.items():

@@ -57,7 +57,7 @@ def replica_shards(holder: Holder) -> Iterator[LocalShard]:
     for name in local_sgd.shared:
         parameter = composed.named[name]
         yield from shards("model", name, to_local(parameter).detach(), is_own=True)
-        for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
+        for kind, state in holder.states_of(parameter).items():
             if isinstance(state, Tensor) and state.dim():
                 yield from shards(f"optimizer/{kind}", name, to_local(state), is_own=True)
         yield from shards("outer/momentum", name, local_sgd.momentum[name], is_own=False)

@@ -31,10 +31,10 @@ class Rejected:
 def alternatives(task: Task, best: Prediction) -> list[Rejected]:
     """Return every plan that differs in one change, with its effect."""
     found = [_compare(task, best, move, changes) for move, changes in single_changes(task, best.plan)]
-    if not task.workload.is_transformer:
-        found.append(
-            Rejected("tp, cp", "", "left out: the model does not say its heads, so it is not known what divides")
-        )
+    unknown = [] if task.workload.is_transformer else [a for a in ("tp", "cp") if not task.workload.is_left_out(a)]
+    if unknown:
+        what = "left out: a trace does not show what each head costs, so it is not known what divides"
+        found.append(Rejected(", ".join(unknown), "", what))
     for reason in dict.fromkeys(reason for _, reason in task.workload.left_out):
         axes = ", ".join(axis for axis, why in task.workload.left_out if why == reason)
         found.append(Rejected(axes, "", f"left out, a run rejects it: {task.workload.name} {reason}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from shoal.planner.suggestions import reject_contradictions, smallest_changes
 from shoal.planner.task import Task
 from shoal.predict.cluster import GIB, Cluster
 from shoal.predict.cluster_parser import is_measured_here, parse_cluster
-from shoal.predict.huggingface_config import from_hugging_face
+from shoal.predict.huggingface_config import NoDimensions, from_hugging_face
 from shoal.predict.predict import Prediction
 from shoal.predict.presets.frameworks import shoal_profile
 from shoal.predict.workload import Workload
@@ -152,7 +153,8 @@ def workload_for(recipe: Recipe, model: nn.Module) -> Workload:
     if dimensions is not None:
         return Workload(name=recipe.model.name, **dimensions)
     if has_dimensions(model):
-        return from_hugging_face(model.config.to_dict(), name=recipe.model.name)  # type: ignore[union-attr, operator]
+        with suppress(NoDimensions):
+            return from_hugging_face(model.config.to_dict(), name=recipe.model.name)  # type: ignore[union-attr, operator]
     return _traced(model, recipe)
 
 

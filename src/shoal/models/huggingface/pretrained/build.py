@@ -1,8 +1,8 @@
 """From `hf:PATH` to a model that a recipe can train: its config alone decides its shapes.
 
-    forward           takes the batch of a recipe (pretrained/batches.py)
-    init_parameter    weights from the seed and the name, by transformers' own rules, whatever rank draws them
-    init_buffer       buffers such as rotary frequencies, which no file has, as the class computes them
+    forward           takes the batch of a recipe (pretrained/data/batches.py)
+    init_parameter    weights from the seed and the name (pretrained/deferred.py)
+    init_buffer       buffers, which no file has
 
 A model that is built on the meta device needs the last two. They come from a twin: the same model with real buffers and
 without parameters.
@@ -23,9 +23,10 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.config.pretrained_folder import folder_of
 from shoal.errors import ShoalError, listed, nearest, needs
-from shoal.models.huggingface.pretrained.batches import for_recipes, task_of
+from shoal.models.huggingface.pretrained.data.batches import for_recipes, task_of
+from shoal.models.huggingface.pretrained.data.pixels import pixel_rule
+from shoal.models.huggingface.pretrained.deferred import with_values_later
 from shoal.models.huggingface.pretrained.folder import config_of, with_floats
-from shoal.models.huggingface.pretrained.pixels import pixel_rule
 from shoal.models.huggingface.pretrained.same_config import Origin
 from shoal.numerics.fp8.convert import silence
 
@@ -41,10 +42,20 @@ def builder(name: str) -> Callable[..., nn.Module]:
 
 
 def build(name: str, *, init: str = "weights", trust_remote_code: Any = False, **changes: Any) -> nn.Module:
-    """Build the model of a folder, with random weights or without memory. Its weights are loaded when it is laid out.
+    """Build the model of a folder for recipes, with random weights or without memory. Its weights are loaded when it is
+    laid out.
 
     `changes` replace values of its config.json.
     """
+    model = build_unchanged(name, init=init, trust_remote_code=trust_remote_code, **changes)
+    task = task_of(model)
+    model.pixel_rule = pixel_rule(model.origin.folder) if task == "image class" else None
+    model.__class__ = for_recipes(type(model).__base__, task)
+    return model  # type: ignore[no-any-return]
+
+
+def build_unchanged(name: str, *, init: str = "weights", trust_remote_code: Any = False, **changes: Any) -> Any:
+    """The same for a loop of your own: with transformers' own forward."""
     if init not in INITS:
         raise ShoalError(f"model.init must be {listed(INITS)}, got {init!r}", fix="--model.init weights", code="M077")
     if not isinstance(trust_remote_code, bool):
@@ -57,15 +68,13 @@ def build(name: str, *, init: str = "weights", trust_remote_code: Any = False, *
     config = _config(folder, changes, trusts=trust_remote_code)
     construct = partial(_construct, folder, config, trusts=trust_remote_code)
     model = construct()
-    task = task_of(model)
     with _parameters_on_meta():
         twin = Twin(construct())
     kind: Any = type(model)
-    model.__class__ = for_recipes(kind, task)
+    model.__class__ = with_values_later(kind)
     model.twin = twin
     model.origin = Origin(folder, config, changes)
-    model.pixel_rule = pixel_rule(folder) if task == "image class" else None
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _config(folder: Path, changes: dict[str, Any], *, trusts: bool) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.checkpoint.formats.huggingface import CONFIG
+from shoal.config.pretrained_folder import PREFIX
 from shoal.errors import Problem, ShoalError
 from shoal.models.huggingface.pretrained.folder import config_of, with_floats
 
@@ -31,6 +32,8 @@ UNSAID = re.compile(r"\w*ForPreTraining|(?!\w*(LMHead|DoubleHeads)Model)\w*Model
 """Classes without a head, or with all of them: others take their weights."""
 _NO_POINT = re.compile(r"(?<![\w.\"])(\d+)e(?=[-+])")
 """In JSON, a number that YAML takes for a text: 1e-06."""
+NO_KEYS = ("name", "preset", "lora", "init", "trust_remote_code")
+"""Keys of a model section that are not of its config."""
 MOST_TYPED = 200
 """Characters of a value that a fix shows."""
 
@@ -46,32 +49,54 @@ class Origin(NamedTuple):
 
 def other_config(origin: Origin, folder: Path) -> Iterator[Problem]:
     """Problems of the config.json of a folder whose weights a model starts with."""
-    if folder.resolve() == origin.folder.resolve():
+    if folder.resolve() != origin.folder.resolve():
+        path = folder / CONFIG
+        yield from _compared(
+            origin, config_of(folder), str(path), f"--model.name hf:{folder}, without --run.start_from"
+        )
+
+
+def other_section(model: Any, theirs: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """The same for a checkpoint whose recipe has this model section. A folder that is not here is not compared."""
+    name, origin = str(theirs["name"]), model.origin
+    is_same_name = name.removeprefix(PREFIX) == str(origin.folder)
+    folder = origin.folder if is_same_name else Path(name.removeprefix(PREFIX)).expanduser()
+    if not (folder / CONFIG).is_file():
         return
-    said, path, here = config_of(folder), folder / CONFIG, origin.config
-    instead = f"--model.name hf:{folder}, without --run.start_from"
+    changes = {key: value for key, value in theirs.items() if key not in NO_KEYS}
+    if is_same_name and changes == origin.changes:
+        return
+    yield from _compared(origin, {**config_of(folder), **changes}, where, None)
+
+
+def _compared(origin: Origin, said: Mapping[str, Any], path: str, instead: str | None) -> Iterator[Problem]:
+    """Differences of a config, which is in `path`. `instead`: the settings of a model that has these weights; None: the
+    keys of our own can be set."""
+    here = origin.config
     there = str(said.get("model_type") or here.model_type)
+    other = instead or "the model section of these weights, or --run.start_from OTHER_WEIGHTS"
     if there != here.model_type:
         what = f"the weights must be of the model_type {here.model_type!r}, as the model, got {there[:80]!r} in {path}"
-        yield Problem("M087", what, instead)
+        yield Problem("M087", what, other)
         return
     classes = [_class_in(names) for names in (here.architectures, said.get("architectures"))]
     if None not in classes and classes[0] != classes[1]:
-        yield Problem(
-            "M087", f"the weights must be of a {classes[0]}, as the model, got {classes[1]} in {path}", instead
-        )
+        yield Problem("M087", f"the weights must be of a {classes[0]}, as the model, got {classes[1]} in {path}", other)
         return
     made = _made(type(here), said, origin.changes, path)
     ours, theirs = here.to_dict(), made.to_dict()
-    for key, value, other in _differences(ours, theirs):
+    for key, value, wanted in _differences(ours, theirs):
+        top = key.partition(".")[0]
+        fix = instead or _flag(top, theirs) or other
+        meant = _flag(top, ours)
         yield Problem(
             "C051",
-            f"model.{key} must be {_shown(other)}, as in {path}, got {_shown(value)}",
-            instead + _kept(key.partition(".")[0], ours),
+            f"model.{key} must be {_shown(wanted)}, as in {path}, got {_shown(value)}",
+            fix + (f"; or, if ours is meant, {meant}" if meant else ""),
         )
 
 
-def _made(kind: Any, said: Mapping[str, Any], changes: Mapping[str, Any], path: Path) -> Any:
+def _made(kind: Any, said: Mapping[str, Any], changes: Mapping[str, Any], path: str) -> Any:
     try:
         return kind.from_dict(with_floats({**said, **changes}))
     except Exception as error:  # of the class, for values that it does not expect
@@ -112,14 +137,14 @@ def _shown(value: Any) -> str:
     return json.dumps(value, default=str)[:80]
 
 
-def _kept(key: str, ours: Mapping[str, Any]) -> str:
-    """How to say that our value is meant; empty for a key that the config has not, and for a config inside."""
-    value = ours.get(key)
-    if key not in ours:
+def _flag(key: str, settings: Mapping[str, Any]) -> str:
+    """How to set a value; empty for a key that the config has not, and for a config inside."""
+    value = settings.get(key)
+    if key not in settings:
         return ""
     typed = _NO_POINT.sub(r"\1.0e", json.dumps(value, default=str))
     has_none = "Infinity" in typed or "NaN" in typed  # no YAML
     if len(typed) > MOST_TYPED or has_none or (isinstance(value, dict) and "model_type" in value):
         return ""
     quoted = f"'{typed}'" if isinstance(value, dict | list | tuple) else typed
-    return f"; or, if ours is meant, --model.{key} {quoted}"
+    return f"--model.{key} {quoted}"

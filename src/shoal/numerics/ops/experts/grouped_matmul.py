@@ -18,13 +18,18 @@ _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm
 
 def grouped_matmul(x_RD: Tensor, w_EDF: Tensor, ends_E: Tensor) -> Tensor:
     """Multiply rows up to ends[0] by w[0], from there up to ends[1] by w[1], and so on."""
-    if x_RD.is_meta:  # only shapes matter, but every weight must be part of the graph
+    if x_RD.is_meta or _is_traced(x_RD):  # only shapes matter, but every weight must be part of the graph
         return x_RD @ w_EDF.sum(0)
     if has_grouped_kernel(x_RD, w_EDF):
         y_RF: Tensor = _grouped_mm(x_RD, w_EDF, offs=ends_E)
     else:
         y_RF = _looped_matmul(x_RD, w_EDF, ends_E)
     return y_RF
+
+
+def _is_traced(x: Tensor) -> bool:
+    """Whether a trace of costs runs it without values. By its name: importing the class takes half a second."""
+    return not torch.compiler.is_compiling() and type(x).__name__ == "FakeTensor"
 
 
 def has_grouped_kernel(x_RD: Tensor, w_EDF: Tensor) -> bool:

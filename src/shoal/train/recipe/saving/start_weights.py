@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
@@ -25,6 +25,7 @@ from shoal.config.recipe import ModelSection, Recipe
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.train.build_model import adapter_of, build_model, without_memory
 from shoal.train.model_prefix import value_for
+from shoal.train.recipe.saving.same_model import other_model
 from shoal.train.run import Run
 from shoal.train.run_checkpoint import holder_of
 
@@ -91,6 +92,8 @@ def check_weights(recipe: Recipe, model: nn.Module) -> list[Problem]:
         where = source_of(recipe)
         if where is not None and is_foreign(where):
             foreign_tensors(model if recipe.model.lora is None else _without_lora(recipe), where)
+        elif where is not None and "://" not in where:  # the ranks read the others
+            raise_if(_other_model(recipe, model, where))
     except ShoalError as error:
         return list(error.problems)
     return []
@@ -106,11 +109,22 @@ def start_with_weights(run: Run, recipe: Recipe) -> str | None:
         load_tensors(run.world, holder_of(run), foreign_tensors(_without_lora(recipe), where), where)
         found = where
     else:
+        if "://" in where:  # others were compared before a process was started
+            model, failed = _without_lora(recipe), f"{where!r} cannot be read"
+            on_main(run.world, lambda: raise_if(_other_model(recipe, model, where)), failed=failed)
         found = f"step {load_start_weights(run, where)} of {where}"
-    if adapter is not None:
+    if adapter is not None:  # `prepare` has read it, and a checkpoint that the run starts from may have had another
         failed, fix = f"{adapter} was not loaded", "--model.lora.adapter FOLDER, which every rank can read"
         all_or_none(run.world, lambda: fill_adapter(run.composed, adapter), failed=failed, fix=fix)
     return " and ".join(filter(None, (found, adapter))) or None
+
+
+def _other_model(recipe: Recipe, model: nn.Module, where: str) -> Iterator[Problem]:
+    """Problems of a checkpoint of another model. A place without checkpoints is reported by others."""
+    store, step = find(where)
+    steps = store.steps() if step is None else [step]
+    if steps:
+        yield from other_model(recipe, model, store.manifest(steps[-1]), where)
 
 
 def _without_lora(recipe: Recipe) -> nn.Module:

@@ -4,7 +4,7 @@ a recipe gives              the model gets
 tokens                      input_ids; where attention_mask is 0, the padding token of its config, which some models
                             look for to find the last token or to count positions
 documents                   position_ids that start over in each document
-images, mean and deviation  pixel_values, as its preprocessor_config.json says (pretrained/pixels.py)
+images, mean and deviation  pixel_values, as its preprocessor_config.json says (pretrained/data/pixels.py)
 0.5
 labels of next tokens       none: they are shifted already, and logits are compared outside of the model
 other labels                labels: its own loss shows its convention, as in a loop of your own
@@ -17,13 +17,13 @@ import sys
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shoal.data.task import Task
 from shoal.models.huggingface.adapt import DOCUMENTS, with_positions
 from shoal.models.huggingface.modules import attentions
-from shoal.models.huggingface.pretrained.token_trials import looks_ahead
+from shoal.models.huggingface.pretrained.data.token_trials import looks_ahead
+from shoal.models.huggingface.pretrained.deferred import VALUES_LATER
 
 ENDINGS: dict[str, Task] = {"ForSequenceClassification": "text class", "ForImageClassification": "image class"}
 NAMES = {"input_ids": "tokens", "pixel_values": "images"}
@@ -33,14 +33,20 @@ INPUTS = {"text class": "input_ids", "image class": "pixel_values"}
 
 def task_of(model: Any) -> Task | None:
     """The task of a model by its class; None: another one, for which recipes have no data."""
-    kind, known = type(model).__name__, sys.modules["transformers"].models.auto.modeling_auto
-    if kind in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or kind.endswith(("ForCausalLM", "LMHeadModel")):
+    kind = type(model).__name__
+    if is_language_model(model):
         return "next token" if _is_causal(model) else None
     is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
     if kind.endswith("ForConditionalGeneration") and is_pair and model.main_input_name == "input_ids":
         return "target text"
     task = next((task for ending, task in ENDINGS.items() if kind.endswith(ending)), None)
     return task if task is not None and model.main_input_name == INPUTS[task] else None
+
+
+def is_language_model(model: Any) -> bool:
+    """Whether a class predicts tokens from those before."""
+    kind, known = type(model).__name__, sys.modules["transformers"].models.auto.modeling_auto
+    return kind in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or kind.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 def _is_causal(model: Any) -> bool:
@@ -56,27 +62,14 @@ def for_recipes(kind: Any, task: Task | None) -> Any:
     def forward(self: Any, *arguments: Any, **options: Any) -> Any:
         return kind.forward(self, *arguments, **with_positions(_renamed(self, options)))
 
-    def init_parameter(self: Any, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        if self.is_loaded_later:
-            parameter.fill_(torch.nan)
-        else:
-            self.twin.draw(name, parameter, generator)
-
-    def init_buffer(self: Any, name: str) -> Tensor:
-        buffer: Tensor = self.twin.model.get_buffer(name)
-        return torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer  # one that a file has to fill
-
     forward.__signature__ = _signature(kind, task)  # type: ignore[attr-defined]
     members = {
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
         "forward": forward,
-        "init_parameter": init_parameter,
-        "init_buffer": init_buffer,
-        "is_loaded_later": False,
         "recipe_task": task,
         "pixel_rule": None,
-        "first_names": property(lambda self: self.twin.firsts),
+        **VALUES_LATER,
     }
     return type(kind.__name__, (kind,), members)
 

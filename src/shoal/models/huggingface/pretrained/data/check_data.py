@@ -12,7 +12,7 @@ from shoal.data.dataset import Dataset, Part
 from shoal.errors import Problem
 from shoal.models.huggingface.adapt import DOCUMENTS
 from shoal.models.huggingface.modules import attentions
-from shoal.models.huggingface.pretrained.token_trials import mixes_documents, passes_positions
+from shoal.models.huggingface.pretrained.data.token_trials import mixes_documents, passes_positions
 
 CLASSES = "single_label_classification"
 """The `problem_type` of a config whose loss is cross-entropy."""
@@ -26,7 +26,7 @@ FEW = 6
 def check_data(model: Any, data: Dataset) -> Iterator[Problem]:
     """Problems of data of the model's own task."""
     if data.task == "next token":
-        yield from _check_language_model(model, data)
+        yield from check_language_model(model, has_documents=DOCUMENTS in data.batch(np.arange(1)))
         return
     kind, problem = type(model).__name__, getattr(model.config, "problem_type", None)
     if data.num_classes is not None and problem not in (None, CLASSES):
@@ -51,11 +51,11 @@ def check_data(model: Any, data: Dataset) -> Iterator[Problem]:
             yield Problem("M085", what, f"--data.image_size {size}")
 
 
-def _check_language_model(model: Any, data: Dataset) -> Iterator[Problem]:
+def check_language_model(model: Any, *, has_documents: bool) -> Iterator[Problem]:
     """Documents that a model does not keep apart, which its class does not say; and a loss that no logits show."""
     kind = type(model).__name__
     takes = inspect.signature(model.forward).parameters
-    if DOCUMENTS in takes and DOCUMENTS in data.batch(np.arange(1)) and _mixes(model):
+    if DOCUMENTS in takes and has_documents and _mixes(model):
         what = f"packed samples cannot be kept apart in this model: tokens of {kind} see other documents"
         yield Problem("L016", what, FIX_OF_PACKED)
     if getattr(model.config, "output_router_logits", False):

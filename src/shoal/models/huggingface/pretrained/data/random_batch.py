@@ -1,4 +1,4 @@
-"""A random batch for a model that is no language model, so that `shoal verify` needs no data.
+"""A random batch for a model, so that `shoal verify` needs no data.
 
 Its shapes are those of the model's own input (order.py), its labels fit the logits of a run without memory.
 """
@@ -17,8 +17,8 @@ from shoal.data.batch import IGNORE
 from shoal.errors import ShoalError
 from shoal.models.huggingface import experts
 from shoal.models.huggingface.order import inputs_of
-from shoal.models.huggingface.pretrained.batches import NAMES
 from shoal.models.huggingface.pretrained.build import build
+from shoal.models.huggingface.pretrained.data.batches import NAMES, is_language_model
 from shoal.parallel.pipeline.known_values import KnownValues
 from shoal.parallel.pipeline.skeleton import skeleton_of
 
@@ -26,7 +26,14 @@ IGNORED = 0.25
 """The fraction of the labels of tokens that do not count."""
 
 
-def random_batch(
+def random_batch(model: Any, *, num_samples: int, num_tokens: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """A batch with the names of the model's forward, for a loop of your own."""
+    if is_language_model(model):
+        return _next_tokens(model, (num_samples, num_tokens), generator)
+    return _drawn(model, type(model).__name__, num_samples, num_tokens, generator)
+
+
+def recipe_batch(
     name: str, arguments: Mapping[str, Any], *, num_samples: int, num_tokens: int, generator: torch.Generator
 ) -> dict[str, Tensor] | None:
     """A batch as recipes have it; None: the model predicts next tokens, whose labels are no own ones."""
@@ -34,10 +41,24 @@ def random_batch(
         model: Any = build(name, **arguments)
     if model.recipe_task == "next token":
         return None
+    batch = _drawn(model, f"{type(model).__name__} of {name!r}", num_samples, num_tokens, generator)
+    return {NAMES.get(key, key): one for key, one in batch.items()}
+
+
+def _next_tokens(model: Any, shape: tuple[int, int], generator: torch.Generator) -> dict[str, Tensor]:
+    """Tokens that are their own labels, of which some do not count. No sample starts with the same token twice, since a
+    router of experts cannot distinguish these two."""
+    words = model.get_input_embeddings().num_embeddings
+    tokens = torch.randint(words, shape, generator=generator)
+    tokens[:, 1] = (tokens[:, 0] + 1 + tokens[:, 1] % (words - 1)) % words
+    labels = tokens.masked_fill(torch.rand(shape, generator=generator) < IGNORED, IGNORE)
+    return {"input_ids": tokens, "labels": labels}
+
+
+def _drawn(model: Any, called: str, num_samples: int, num_tokens: int, generator: torch.Generator) -> dict[str, Tensor]:
     inputs = inputs_of(model)
     if inputs is None or "labels" not in inspect.signature(model.forward).parameters:
-        kind = type(model).__name__
-        what = f"{kind} of {name!r} takes no labels" if inputs is not None else f"the inputs of {kind} are not known"
+        what = f"{called} takes no labels" if inputs is not None else f"the inputs of {called} are not known"
         raise _not_drawn(what)
     batch: dict[str, Tensor] = {}
     for key, one in inputs.items():
@@ -46,7 +67,7 @@ def random_batch(
         elif key != "decoder_input_ids":  # which are made from labels
             batch |= _tokens(model, key, (num_samples, num_tokens), generator)
     batch["labels"] = _labels(model, batch, num_tokens, generator)
-    return {NAMES.get(key, key): one for key, one in batch.items()}
+    return batch
 
 
 def _tokens(model: Any, key: str, shape: tuple[int, int], generator: torch.Generator) -> dict[str, Tensor]:

@@ -1,15 +1,19 @@
-"""Random batches for the verification of a small copy of a model."""
+"""Random batches for a verification: of a small copy of a model, or of a model of transformers as it is."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.context import num_chunks
 from shoal.config.recipe import ModelSection, Recipe
+from shoal.errors import ShoalError
+from shoal.train.build_model import adapter_of, without_memory
 from shoal.train.model_prefix import function_for
 
 TOKENS = 24
@@ -33,6 +37,11 @@ def random_batches(section: ModelSection, plan: Plan, recipe: Recipe, steps: int
     return [draw(section, recipe, batch, num_tokens, generator) for _ in range(steps)]
 
 
+def has_documents(recipe: Recipe) -> bool:
+    """Whether several documents, or conversations, share a sample and do not see each other."""
+    return recipe.data.mask_documents or recipe.data.pack
+
+
 def draw(
     section: ModelSection, recipe: Recipe, num_samples: int, num_tokens: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
@@ -50,7 +59,29 @@ def draw(
     labels = tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 0.25] = -100
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": labels}
-    if recipe.data.mask_documents:
+    if has_documents(recipe):
         begins = torch.rand(labels.shape, generator=generator) < 0.2
         batch["documents"] = begins.cumsum(1).int()
+    return batch
+
+
+def random_batch_of(build: Callable[[], nn.Module], plan: Plan, num_ranks: int, seed: int) -> dict[str, Any]:
+    """A random batch of a model of transformers, with the names of its forward: two microbatches of each data rank, or
+    two for each stage. Raises for another model, whose inputs are not known."""
+    model = without_memory(build)
+    adapter = None if model is None else adapter_of(model)
+    if adapter is None:
+        raise ShoalError(
+            "batch must be given, since inputs can be drawn for models of transformers alone, got None",
+            fix="verify(model, (inputs, labels), plan)",
+            code="V050",
+        )
+    filled = plan.fill(num_ranks).with_layout()
+    size = (filled.mb or 2) * 2 * filled.layout.pp * filled.layout.data_degree
+    generator = torch.Generator().manual_seed(seed)
+    tokens, most = tokens_for(filled), adapter.describe(model).max_tokens
+    if most is not None and most < tokens:
+        step = filled.layout.tp * num_chunks(filled)
+        tokens = max(step, most // step * step)
+    batch: dict[str, Any] = adapter.random_batch(model, num_samples=size, num_tokens=tokens, generator=generator)
     return batch
