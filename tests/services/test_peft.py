@@ -36,10 +36,19 @@ class Peer(NamedTuple):
 
 
 LLAMA = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+GPT2 = {"n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 4, **dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.0)}
+BERT = {**LLAMA, "max_position_embeddings": 8}
+T5 = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}
+VIT = {**LLAMA, "image_size": 8, "patch_size": 4, "num_labels": 2}
 ALL = {"vocab_size": 13, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 PEERS = {
     "llama": Peer("Llama", "ForCausalLM", LLAMA, "CAUSAL_LM"),
     "qwen2": Peer("Qwen2", "ForCausalLM", LLAMA, "CAUSAL_LM"),  # biases of q, k and v
+    "gpt2": Peer("GPT2", "LMHeadModel", GPT2, "CAUSAL_LM"),  # Conv1D, whose weight has its inputs first
+    "llama classifier": Peer("Llama", "ForSequenceClassification", LLAMA, "SEQ_CLS"),
+    "bert classifier": Peer("Bert", "ForSequenceClassification", BERT, "SEQ_CLS"),
+    "t5": Peer("T5", "ForConditionalGeneration", T5, "SEQ_2_SEQ_LM"),
+    "vit": Peer("ViT", "ForImageClassification", VIT, ""),
 }
 
 
@@ -71,13 +80,19 @@ def base(peer: Peer) -> Any:
 
 def batch(peer: Peer) -> dict[str, Tensor]:
     tokens = torch.randint(3, 13, (4, 6), generator=torch.Generator().manual_seed(1))
-    labels = tokens if peer.task == "CAUSAL_LM" else torch.tensor([0, 1, 1, 0])
+    labels = tokens if peer.task.endswith("LM") else torch.tensor([0, 1, 1, 0])
+    if peer.name == "ViT":
+        return {"pixel_values": tokens.double().mean(1)[:, None, None, None].expand(-1, 3, 8, 8), "labels": labels}
     return {"input_ids": tokens, "labels": labels}
 
 
 def theirs(peft: Any, model: nn.Module, peer: Peer) -> Any:
     """PEFT around a model, with numbers in all that it trains."""
-    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type=peer.task)
+    whole = None if peer.task else ["classifier"]  # PEFT knows the heads of texts alone
+    targets = shoal.lora(copy.deepcopy(model)) if peer.name == "ViT" else None
+    targets = "all-linear" if targets is None else list(adapted_layers(targets))
+    same = {"r": RANK, "lora_alpha": ALPHA, "fan_in_fan_out": peer.name == "GPT2", "task_type": peer.task or None}
+    config = peft.LoraConfig(target_modules=targets, modules_to_save=whole, **same)
     found = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(2)
     for parameter in (one for one in found.parameters() if one.requires_grad):
@@ -138,7 +153,7 @@ def test_files_are_exchanged_both_ways(peft: Any, name: str, tmp_path: Path) -> 
     wrapped.save_pretrained(tmp_path / "theirs")
     loaded = shoal.load_adapter(base(peer), tmp_path / "theirs").eval()
     all_equal(trained(loaded), trained(wrapped, own_name))
-    tokens = {"input_ids": batch(peer)["input_ids"]}
+    tokens = batch(peer)  # with labels, which T5 needs
     torch.testing.assert_close(loaded(**tokens).logits, wrapped(**tokens).logits, **EXACT)
 
     run = shoal.Run("fp64", device="cpu")
@@ -148,12 +163,14 @@ def test_files_are_exchanged_both_ways(peft: Any, name: str, tmp_path: Path) -> 
     assert main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "ours"), "--format", "peft"]) == 0
     again = peft.PeftModel.from_pretrained(base(peer), str(tmp_path / "ours"), autocast_adapter_dtype=False).eval()
     assert type(again) is type(wrapped)
+    assert (again.peft_config["default"].task_type or "") == peer.task
     all_equal({own_name(name): one for name, one in adapters_of(again)}, trained(loaded))
     torch.testing.assert_close(again(**tokens).logits, loaded.eval()(**tokens).logits, **EXACT)
     assert not torch.equal(again(**tokens).logits, wrapped(**tokens).logits)  # a step was made
 
 
 def adapters_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What PEFT has loaded: it freezes that."""
     return ((name, one) for name, one in model.named_parameters() if "lora_" in name or "modules_to_save" in name)
 
 

@@ -36,6 +36,7 @@ from shoal.parallel.expert.experts import divide as divide_experts
 from shoal.parallel.expert.router import note_routers, routers
 from shoal.parallel.fused_loss_head import LossHead
 from shoal.parallel.lora.layers import adapted_layers
+from shoal.parallel.lora.whole_modules import peft_settings
 from shoal.parallel.parallel_model import ParallelModel, StageModule
 from shoal.parallel.pipeline.pipeline import Pipeline, Stage, cut
 from shoal.parallel.pipeline.skeleton import skeleton_of
@@ -103,6 +104,7 @@ def compose(
         shapes=shapes,
         num_parameters=num_parameters,
         tied=description.tied,
+        peft_settings=peft_settings(skeleton),
         bucket_chosen=bucket_chosen,
     )
 

@@ -50,7 +50,14 @@ def add_lora(model: nn.Module, section: LoraSection) -> nn.Module:
     if section.adapter is not None:
         return load_adapter(model, section.adapter)
     targets = section.targets if isinstance(section.targets, str) else list(section.targets)
-    return lora(model, rank=section.rank, alpha=section.alpha, targets=targets, dropout=section.dropout)
+    return lora(
+        model,
+        rank=section.rank,
+        alpha=section.alpha,
+        targets=targets,
+        dropout=section.dropout,
+        modules_to_save=section.modules_to_save,
+    )
 
 
 def without_memory(build: Callable[[], nn.Module]) -> nn.Module | None:

@@ -20,6 +20,7 @@ from shoal.numerics.init import key
 from shoal.numerics.local_tensor import to_local
 from shoal.parallel.lora.layers import A, adapted_layers, is_adapter
 from shoal.parallel.lora.quantize import quantized_layers
+from shoal.parallel.tensor_parts.linear_dims import TRANSPOSED
 
 if TYPE_CHECKING:
     from shoal.parallel.parallel_model import ParallelModel  # it loads torch's sharding, which a start need not
@@ -37,13 +38,15 @@ def adapter_state(composed: ParallelModel, world: World) -> dict[str, Any]:
 
 
 def lora_settings(composed: ParallelModel) -> dict[str, Any]:
-    """Rank, alpha, dropout and targets, as `adapter_config.json` has them."""
+    """Rank, alpha, dropout, targets and others, as `adapter_config.json` has them."""
     layer = next(iter(layer for part in composed.parts for layer in adapted_layers(part.model).values()))
     return {
         "rank": layer.rank,
         "alpha": layer.lora_scale * layer.rank,
         "dropout": layer.lora_dropout,
         "targets": targets_of(composed.shapes),
+        "fan_in_fan_out": layer.weight_dims is TRANSPOSED,
+        **composed.peft_settings,
     }
 
 
@@ -80,7 +83,7 @@ def fingerprint(composed: ParallelModel, world: World) -> str:
 @torch.no_grad()
 def fingerprint_of_whole(model: nn.Module) -> str:
     """The same of a whole model in one process."""
-    named = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
+    named = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     total = sum(_of_piece(name, p, tuple(p.shape), (0,) * p.dim()) for name, p in named.items()) + _of_packed(model)
     every = model.named_parameters(remove_duplicate=False)
     return _joined([total], {name: tuple(parameter.shape) for name, parameter in every})
