@@ -49,7 +49,7 @@ class LoraSection(Section):
     classifier, which begins with random weights."""
 
     base: Literal["nf4"] | None = None
-    """nf4: the frozen weights of layers with LoRA are packed in 4 bits once they are loaded (docs/finetune.md). None:
+    """nf4: the frozen weights of layers with LoRA are packed in 4 bits as they are loaded (docs/finetune.md). None:
     they stay as they are."""
 
     adapter: str | None = None

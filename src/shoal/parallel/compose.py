@@ -36,6 +36,7 @@ from shoal.parallel.expert.experts import divide as divide_experts
 from shoal.parallel.expert.router import note_routers, routers
 from shoal.parallel.fused_loss_head import LossHead
 from shoal.parallel.lora.layers import adapted_layers
+from shoal.parallel.lora.quantize import pack_filled
 from shoal.parallel.lora.whole_modules import peft_settings
 from shoal.parallel.parallel_model import ParallelModel, StageModule
 from shoal.parallel.pipeline.pipeline import Pipeline, Stage, cut
@@ -154,6 +155,7 @@ def _lay_out(part: StageModule, setup: _Setup) -> None:
     is_compiled_whole = not description.blocks or _is_compiled_as_one(part, setup)
     for unit in _units(model, description):
         _fill(model, unit, setup.compute.seed)
+        pack_filled(model, unit.holds, setup.mesh.device, setup.frozen_dtype)
         if not unit.is_rest:
             split(model, unit.names, description, setup.tensor)
         experts = _divide_experts(model, unit, setup)

@@ -123,10 +123,15 @@ class ParallelModel:
 
     @property
     def base(self) -> frozenset[str]:
-        """Frozen parameters of this rank below adapters, which checkpoints leave out; empty: there are no adapters."""
-        if not any(map(is_adapter, self.shapes)):
+        """Frozen parameters of this rank below adapters, which checkpoints leave out."""
+        if not self.has_adapters:
             return frozenset()
         return frozenset(name for name, parameter in self.named.items() if not parameter.requires_grad)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model has LoRA, beside weights that no checkpoint has."""
+        return any(map(is_adapter, self.shapes))
 
     @property
     def reducer(self) -> GradientReducer | None:

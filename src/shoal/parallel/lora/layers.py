@@ -200,9 +200,12 @@ def adapt(layer: nn.Module, rank: int, scale: float, dropout: float) -> None:
 
 
 def without_lora(model: nn.Module) -> None:
-    """Take the adapters from all layers of a model that have any, in place."""
+    """Take the adapters from all layers of a model that have any, in place. Weights in 4 bits have no values then."""
     for layer in adapted_layers(model).values():
         made: Any = layer
+        if (packed := vars(made).pop("packed", None)) is not None:
+            empty = torch.empty(packed.shape, dtype=packed.dtype, device="meta")
+            made.weight = nn.Parameter(empty, requires_grad=False)
         made.__class__ = made.lora_base
         for name in (A, B, "lora_scale", "lora_dropout", "lora_features", "lora_base"):
             delattr(made, name)
