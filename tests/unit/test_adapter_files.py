@@ -120,6 +120,7 @@ def raise_from(words: list[str]) -> None:
         ({"use_qalora": True}, "L012"),
         ({"alora_invocation_tokens": [1]}, "L012"),
         ({"use_bdlora": {"nblocks": 2}}, "L012"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "L012"),
         ({"a_formula_of_tomorrow": True}, "L012"),
     ],
 )
