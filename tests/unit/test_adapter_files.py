@@ -60,7 +60,10 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes(saved: tuple[Path, Tensor
     folder, logits = saved
     manifest = json.loads(next(folder.glob("step-*/manifest.json")).read_text())
     assert all("lora_" in name for name in manifest["tensors"])
-    assert manifest["state"]["lora"] == {"rank": 3, "alpha": 9.0, "dropout": 0.0, "targets": ["q_proj", "up_proj"]}
+    assert manifest["state"]["lora"] == {
+        **{"rank": 3, "alpha": 9.0, "dropout": 0.0, "targets": ["q_proj", "up_proj"]},
+        **{"fan_in_fan_out": False, "modules_to_save": [], "task_type": "CAUSAL_LM"},
+    }
     model = shoal.lora(base(), rank=3, alpha=9, targets=["q_proj", "up_proj"])
     run = Run("")
     run.prepare(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05))
@@ -116,6 +119,9 @@ def raise_from(words: list[str]) -> None:
         ({"init_lora_weights": "olora"}, "L012"),
         ({"use_qalora": True}, "L012"),
         ({"alora_invocation_tokens": [1]}, "L012"),
+        ({"use_bdlora": {"nblocks": 2}}, "L012"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "L012"),
+        ({"a_formula_of_tomorrow": True}, "L012"),
     ],
 )
 def test_other_adapters_are_rejected(

@@ -143,28 +143,37 @@ def test_a_second_call_is_rejected() -> None:
         shoal.lora(shoal.lora(llama()))
 
 
-def test_a_classifier_keeps_no_random_head() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {
-        "vocab_size": 11,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**sizes))
-    for targets in ("all-linear", ["q_proj"]):
-        with rejects("L008", "LlamaForSequenceClassification"):
-            shoal.lora(model, rank=2, targets=targets)
-
-
-@pytest.mark.parametrize("targets", ["all-linear", ["c_attn"], ["lm_head2"], r".*c_fc"])
-def test_a_model_without_layers_for_lora_is_told_why(targets: str | list[str]) -> None:
-    """No fix names its head, which gets no LoRA, or the value that has failed."""
+def test_layers_whose_weight_has_its_inputs_first() -> None:
+    """Conv1D of GPT-2: the formula, every layer but the head, and the class that it had after merging."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
-    with rejects("L003", "c_attn, c_proj, c_fc are Conv1D", "without shoal.lora") as caught:
-        shoal.lora(transformers.GPT2LMHeadModel(config), rank=2, targets=targets)
+    model = shoal.lora(transformers.GPT2LMHeadModel(config).double().eval(), rank=2, alpha=6)
+    kind = transformers.pytorch_utils.Conv1D
+    names = {f"transformer.h.0.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert adapted_layers(model).keys() == names
+    layer = model.transformer.h[0].mlp.c_fc
+    nn.init.normal_(layer.lora_B)
+    assert (layer.lora_A.shape, layer.lora_B.shape) == ((2, 8), (32, 2))
+    x, tokens = torch.randn(3, 5, 8, dtype=torch.float64), torch.randint(11, (2, 5))
+    weights = [one.detach().clone().requires_grad_() for one in (layer.lora_A, layer.lora_B)]
+    expected = x @ (layer.weight + (6 / 2 * weights[1] @ weights[0]).T) + layer.bias
+    found = layer(x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for one, other in zip((layer.lora_A, layer.lora_B), weights, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+    before = model(tokens).logits
+    torch.testing.assert_close(shoal.merge_lora(model)(tokens).logits, before, rtol=1e-12, atol=1e-12)
+    assert {type(model.get_submodule(name)) for name in names} == {kind}
+    assert not any("lora" in name for name in vars(layer))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["embed"], r".*conv"])
+def test_a_model_without_layers_for_lora_is_told_why(targets: str | list[str]) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(3, 3), "conv": nn.Conv1d(3, 3, 1)})
+    with rejects("L003", "(none)", "without shoal.lora") as caught:
+        shoal.lora(model, rank=2, targets=targets)
     assert "targets=" not in str(caught.value)
 
 

@@ -97,7 +97,7 @@ def _weights(holder: Holder, manifest: Manifest) -> list[LocalShard]:
     """What the weights of a step fill. Of a model with LoRA: its base, and its adapters if the step has them; from a
     step of adapters alone, the adapters."""
     own = [piece for piece in local_shards(holder) if piece.name.startswith("model/")]
-    if not holder.composed.base or BASE in manifest.state:
+    if not holder.composed.has_adapters or BASE in manifest.state:
         return own
     holder.composed.base_fingerprint = ""
     return [*base_shards(holder), *(piece for piece in own if piece.name in manifest.tensors)]
@@ -153,6 +153,9 @@ def load_step(store: Store, world: World, holder: Holder, step: int, *, only_wei
 
 def fill_with_mean(shard: LocalShard, entries: Sequence[Entry], files: _Files) -> None:
     """Fill a shard with the mean of the replicas' tensors, or with the one that all share."""
+    if shard.store is not None and entries:
+        shard.fill_store(lambda whole: fill_with_mean(whole, entries, files))
+        return
     if len(entries) == 1:
         fill(shard, entries[0], files)
     elif entries:

@@ -51,14 +51,14 @@ def _load(holder: Holder, tensors: Mapping[str, LazyTensor], where: str) -> None
 def _weights(holder: Holder) -> Iterator[tuple[str, LocalShard]]:
     """The pieces of weights on this rank, with the names of the full tensors. Below adapters: the frozen ones, and
     buffers, such as the bias of a router."""
-    if holder.composed.base:
+    if holder.composed.has_adapters:
         holder.composed.base_fingerprint = ""
         yield from ((shard.name.removeprefix("model/"), shard) for shard in base_shards(holder))
     for shard in local_shards(holder):
         name = shard.name.removeprefix("model/")
-        if shard.name.startswith("model/") and not (holder.composed.base and is_adapter(name)):
+        if shard.name.startswith("model/") and not (holder.composed.has_adapters and is_adapter(name)):
             yield name, shard
-    if holder.composed.base:
+    if holder.composed.has_adapters:
         return
     for shard in replica_shards(holder):  # replica/2/model/NAME
         kind, _, rest = shard.name.partition("/")
@@ -68,6 +68,9 @@ def _weights(holder: Holder) -> Iterator[tuple[str, LocalShard]]:
 
 def fill(shard: LocalShard, tensor: LazyTensor) -> None:
     """Fill a shard from the boxes that overlap it, one in memory at a time."""
+    if shard.store is not None:
+        shard.fill_store(lambda whole: fill(whole, tensor))
+        return
     for box in tensor.boxes:
         here, there = overlap(shard.begin, tuple(shard.value.shape), Piece("", "", box.begin, box.shape))
         if all(part.stop > part.start for part in here):

@@ -44,13 +44,17 @@ class LoraSection(Section):
     dropout: BelowOne = 0.0
     """Dropout of the input of the update."""
 
+    modules_to_save: tuple[str, ...] | None = None
+    """Last parts of the names of modules that train whole and are saved with the adapters. None: the head of a
+    classifier, which begins with random weights."""
+
     base: Literal["nf4"] | None = None
-    """nf4: the frozen weights of layers with LoRA are packed in 4 bits once they are loaded (docs/finetune.md). None:
+    """nf4: the frozen weights of layers with LoRA are packed in 4 bits as they are loaded (docs/finetune.md). None:
     they stay as they are."""
 
     adapter: str | None = None
     """A folder with `adapter_model.safetensors`, as PEFT and `shoal checkpoint export` write it, to start from. Rank,
-    alpha and targets are then those of the folder."""
+    alpha, targets and modules_to_save are then those of the folder."""
 
 
 class ModelSection(Section):

@@ -3,13 +3,17 @@
     weight      64 numbers ──▶ 64 codes of 4 bits, and their largest magnitude: the scale
     scales     256 scales  ──▶ 256 codes of 8 bits around the mean of all, and one factor in float32
 
-That is 0.516 bytes for a number. The product with a packed weight unpacks it for a moment, in the forward and again in
+That is 0.516 bytes for a number. A part of a matrix under tp has its scales in float32, since their groups of 256 are
+not divided with it: 0.563 bytes.
+
+The product with a packed weight unpacks it for a moment, in the forward and again in
 the backward; autograd keeps the packed one alone.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,9 +38,9 @@ class Packed:
     codes: Tensor
     """Two numbers in a byte."""
     scales: Tensor
-    """In int8."""
-    factors: Tensor
-    mean: Tensor
+    """In int8, or in float32 without factors and a mean."""
+    factors: Tensor | None
+    mean: Tensor | None
     shape: tuple[int, ...]
     dtype: torch.dtype
     """That of the matrix before it was packed."""
@@ -44,20 +48,32 @@ class Packed:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All memory that it takes."""
-        return self.codes, self.scales, self.factors, self.mean
+        return tuple(one for one in (self.codes, self.scales, self.factors, self.mean) if one is not None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Packed:
+        """Return the same object: nothing changes it, so copies of a model share it."""
+        return self
 
     def to(self, device: torch.device) -> Packed:
         """Return it on a device; itself, if it is there."""
         if self.codes.device == device:
             return self
-        codes, scales, factors, mean = (tensor.to(device) for tensor in self.tensors)
-        return replace(self, codes=codes, scales=scales, factors=factors, mean=mean)
+        names = ("codes", "scales", "factors", "mean")
+        moved = {name: one.to(device) for name in names if (one := getattr(self, name)) is not None}
+        return replace(self, **moved)
+
+    @property
+    def block_scales(self) -> Tensor:
+        """The scale of each block, in float32."""
+        if self.factors is None or self.mean is None:
+            return self.scales
+        return _unpacked_scales(self.scales, self.factors, self.mean, len(self.codes) * 2 // BLOCK)
 
     def unpacked(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the matrix that the codes stand for, in its dtype or another one."""
         table = torch.tensor(CODES, device=self.codes.device)
         codes = torch.stack((self.codes >> 4, self.codes & 15), -1).reshape(-1, BLOCK)
-        values = table[codes.int()] * _unpacked_scales(self.scales, self.factors, self.mean, len(codes))[:, None]
+        values = table[codes.int()] * self.block_scales[:, None]
         return values.view(-1)[: math.prod(self.shape)].view(self.shape).to(dtype or self.dtype)
 
 
@@ -76,6 +92,36 @@ def pack(weight: Tensor) -> Packed:
     nearest = torch.bucketize(blocks / known[:, None], (table[1:] + table[:-1]) / 2).to(torch.uint8).view(-1, 2)
     codes = nearest[:, 0] << 4 | nearest[:, 1]
     return Packed(codes, scales, factors, mean, tuple(weight.shape), weight.dtype)
+
+
+def unknown(shape: Sequence[int], dtype: torch.dtype) -> Packed:
+    """A matrix whose numbers are packed later. Until then all of them are NaN."""
+    blocks = -(-math.prod(shape) // BLOCK)
+    groups = -(-blocks // GROUP)
+    codes, scales = torch.zeros(blocks * BLOCK // 2, dtype=torch.uint8), torch.zeros(groups, GROUP, dtype=torch.int8)
+    nan = torch.full((groups,), torch.nan)
+    return Packed(codes, scales, nan, nan.mean(), tuple(shape), dtype)
+
+
+def cut(packed: Packed, dim: int, ranges: Sequence[tuple[int, int]]) -> Packed | None:
+    """Some rows (dim 0) or columns (dim 1) of a matrix, rounded as in the whole: (first, number) of each range, one
+    after the other. None: a range begins or ends inside of a block."""
+    rows, columns = packed.shape
+    blocks = torch.arange(len(packed.codes) * 2 // BLOCK)
+    if dim == 0:
+        edges = [edge * columns for first, size in ranges for edge in (first, first + size)]
+    else:
+        edges = [columns, *(edge for first, size in ranges for edge in (first, first + size))]
+        blocks = blocks.view(rows, -1) if columns % BLOCK == 0 else blocks
+    if any(edge % BLOCK for edge in edges):
+        return None
+    per_unit = columns if dim == 0 else 1
+    kept = [(first * per_unit // BLOCK, size * per_unit // BLOCK) for first, size in ranges]
+    chosen = torch.cat([blocks.narrow(dim, first, size) for first, size in kept], dim).flatten().to(packed.codes.device)
+    shape = list(packed.shape)
+    shape[dim] = sum(size for _, size in ranges)
+    codes = packed.codes.view(-1, BLOCK // 2)[chosen].flatten()
+    return Packed(codes, packed.block_scales[chosen], None, None, tuple(shape), packed.dtype)
 
 
 def _unpacked_scales(scales: Tensor, factors: Tensor, mean: Tensor, number: int) -> Tensor:

@@ -36,6 +36,8 @@ from shoal.parallel.expert.experts import divide as divide_experts
 from shoal.parallel.expert.router import note_routers, routers
 from shoal.parallel.fused_loss_head import LossHead
 from shoal.parallel.lora.layers import adapted_layers
+from shoal.parallel.lora.quantize import pack_filled
+from shoal.parallel.lora.whole_modules import peft_settings
 from shoal.parallel.parallel_model import ParallelModel, StageModule
 from shoal.parallel.pipeline.pipeline import Pipeline, Stage, cut
 from shoal.parallel.pipeline.skeleton import skeleton_of
@@ -103,6 +105,7 @@ def compose(
         shapes=shapes,
         num_parameters=num_parameters,
         tied=description.tied,
+        peft_settings=peft_settings(skeleton),
         bucket_chosen=bucket_chosen,
     )
 
@@ -152,6 +155,7 @@ def _lay_out(part: StageModule, setup: _Setup) -> None:
     is_compiled_whole = not description.blocks or _is_compiled_as_one(part, setup)
     for unit in _units(model, description):
         _fill(model, unit, setup.compute.seed)
+        pack_filled(model, unit.holds, setup.mesh.device, setup.frozen_dtype)
         if not unit.is_rest:
             split(model, unit.names, description, setup.tensor)
         experts = _divide_experts(model, unit, setup)

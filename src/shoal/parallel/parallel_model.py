@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +90,8 @@ class ParallelModel:
     num_parameters: int
     """Elements of all parameters of the whole model; a shared one counts once."""
     tied: tuple[tuple[str, str], ...]
+    peft_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of PEFT that follow from the whole model."""
     bucket_chosen: str = ""
     """The bucket size that `auto` chose, and the reason; empty: it was set."""
     base_fingerprint: str = ""
@@ -120,10 +123,15 @@ class ParallelModel:
 
     @property
     def base(self) -> frozenset[str]:
-        """Frozen parameters of this rank below adapters, which checkpoints leave out; empty: there are no adapters."""
-        if not any(map(is_adapter, self.shapes)):
+        """Frozen parameters of this rank below adapters, which checkpoints leave out."""
+        if not self.has_adapters:
             return frozenset()
         return frozenset(name for name, parameter in self.named.items() if not parameter.requires_grad)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model has LoRA, beside weights that no checkpoint has."""
+        return any(map(is_adapter, self.shapes))
 
     @property
     def reducer(self) -> GradientReducer | None:

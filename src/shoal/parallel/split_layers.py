@@ -115,7 +115,10 @@ def _split_layer(
             fix=f"make it an {able}, or write it with shoal.parallel.tensor.ColumnParallelLinear and RowParallelLinear",
             code="M049",
         )
-    become(layer, kind, tensor, pieces, tensor.parts.get(f"{name}.weight", ()))
+    parts = tensor.parts.get(f"{name}.lora_B", ()) or tensor.parts.get(f"{name}.weight", ())
+    become(layer, kind, tensor, pieces, parts)
+    if callable(cut_rest := getattr(layer, "cut_rest", None)):  # of a weight that is no parameter
+        cut_rest(name, parts)
     _note(layer, name, tensor)
     layer.sees_all_tokens = tensor.splits_tokens and not divides_tokens
     if kind is VocabularyParallelHead:

@@ -347,11 +347,16 @@ class PositionEmbedding(nn.Embedding):
 
 def check_features(layer: nn.Linear, x: Tensor, which: str) -> None:
     """Reject an input with other features than a split layer has here."""
-    if x.shape[-1] != layer.weight.shape[1]:
+    check_inputs(layer, x, layer.weight.shape[1], which)
+
+
+def check_inputs(layer: nn.Module, x: Tensor, size: int, which: str) -> None:
+    """The same for a number of features."""
+    if x.shape[-1] != size:
         kind = "COLUMN" if isinstance(layer, ColumnParallelLinear) else "ROW"
         name = getattr(layer, "full_name", type(layer).__name__)
         raise ShoalError(
-            f"{name}, split by {kind}, must get {which} input features, {layer.weight.shape[1]}, got {x.shape[-1]}",
+            f"{name}, split by {kind}, must get {which} input features, {size}, got {x.shape[-1]}",
             fix="in splits: COLUMN for a layer that reads from outside of a split region, ROW after a COLUMN layer",
             code="M047",
         )

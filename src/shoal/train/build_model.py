@@ -23,6 +23,7 @@ from shoal.config.recipe import LoraSection, ModelSection
 from shoal.errors import ShoalError, listed, nearest
 from shoal.numerics.init import can_fill, has_init_rule, init_adapters, initialise
 from shoal.parallel.lora.apply import lora
+from shoal.parallel.lora.quantize import pack_later
 from shoal.train.model_prefix import function_for
 
 
@@ -77,7 +78,14 @@ def add_lora(model: nn.Module, section: LoraSection) -> nn.Module:
     if section.adapter is not None:
         return load_adapter(model, section.adapter)
     targets = section.targets if isinstance(section.targets, str) else list(section.targets)
-    return lora(model, rank=section.rank, alpha=section.alpha, targets=targets, dropout=section.dropout)
+    return lora(
+        model,
+        rank=section.rank,
+        alpha=section.alpha,
+        targets=targets,
+        dropout=section.dropout,
+        modules_to_save=section.modules_to_save,
+    )
 
 
 def without_memory(build: Callable[[], nn.Module]) -> nn.Module | None:
@@ -109,7 +117,15 @@ class _WithoutDraws(TorchFunctionMode):
 
 def build_for_layout(section: ModelSection, seed: int) -> nn.Module:
     """The model, without values if it says how every one of them is drawn: then no rank ever holds all of it. Else with
-    the values that it draws itself, the same on every rank."""
+    the values that it draws itself, the same on every rank. The frozen weights below its adapters are packed when it is
+    laid out, if the section says so."""
+    model = _build_for_layout(section, seed)
+    if section.lora is not None and section.lora.base is not None:
+        pack_later(model)
+    return model
+
+
+def _build_for_layout(section: ModelSection, seed: int) -> nn.Module:
     model = without_memory(lambda: build_model(section))
     if model is not None and can_fill(model):
         return model

@@ -11,15 +11,13 @@ from typing import Any
 from shoal.checkpoint.async_saver import AsyncSaver
 from shoal.checkpoint.load import load_newest, load_step
 from shoal.checkpoint.save import Snapshot, save
-from shoal.checkpoint.state.base_fingerprint import adapter_state, fingerprint, reject_other_base
+from shoal.checkpoint.state.base_fingerprint import adapter_state, reject_other_base
 from shoal.checkpoint.state.model_state import Holder
 from shoal.checkpoint.storage.manifest import Manifest
 from shoal.checkpoint.storage.store import Store, find
 from shoal.comm.all_or_none import on_main
 from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.errors import Problem, RunFailed, ShoalError, raise_if
-from shoal.parallel.lora.layers import adapted_layers
-from shoal.parallel.lora.quantize import quantize_base
 from shoal.train.optim.evaluation_weights import restore_numbers, saved_numbers
 from shoal.train.run_state import RunState
 from shoal.train.schedulers import (
@@ -39,19 +37,6 @@ def holder_of(run: RunState) -> Holder:
     copies = run.host_copies
     averages = run.ema.averages if run.ema is not None else {}
     return Holder(run.composed, run.optimizer, dict(copies.pairs) if copies is not None else {}, averages)
-
-
-def pack_base(run: RunState) -> None:
-    """Pack the frozen weights below the adapters of a prepared model, once they are loaded. Every rank calls it.
-
-    The fingerprint of the base stays that of the weights before: other programs build them without packing.
-    """
-    fingerprint(run.composed, run.world)
-    for part in run.composed.parts:
-        names = [f"{name}.weight" for name in adapted_layers(part.model)]
-        quantize_base(part.model)
-        for name in names:
-            del run.composed.named[name]
 
 
 def state_of(run: RunState) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from shoal.train.recipe.preflight import Job, first_call
 from shoal.train.recipe.saving.run_storage import load_first_weights
 from shoal.train.recipe.saving.start_weights import expect_weights
 from shoal.train.run import Run
-from shoal.train.run_checkpoint import pack_base
 from shoal.train.trace.find_blocks import attach_blocks
 
 COUNTED_STEP = 1
@@ -77,8 +76,6 @@ def _prepare(run: Run, job: Job) -> None:
     lr = scaled_lr(optim.lr, batch=recipe.data.global_batch, tuned_for_batch=optim.scale_lr_from_batch)
     run.prepare(optimizer_of_run(run, optim, lr=lr, seed=recipe.run.seed))
     load_first_weights(run, job, Quiet(Console(quiet=True)))
-    if recipe.model.lora is not None and recipe.model.lora.base is not None:
-        pack_base(run)
 
 
 def _steps(run: Run, job: Job, num_steps: int, held: list[Memory]) -> tuple[list[float], list[float], list[float]]:

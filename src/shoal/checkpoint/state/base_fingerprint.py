@@ -1,7 +1,8 @@
 """What a checkpoint of adapters knows of the frozen weights below them, which it does not hold.
 
-The fingerprint is a sum over up to `SAMPLES` values of every frozen parameter, at places that its shape decides. Each
-rank adds the values that it holds, so the sum is the same on every layout.
+The fingerprint is a sum over some values of every frozen parameter, at places that its shape decides. Each rank adds
+the values that it holds, so the sum is the same on every layout. Of packed weights one rank adds all, as they were
+before (recipes, whose model other programs build without packing), or packed.
 """
 
 from __future__ import annotations
@@ -10,23 +11,23 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.checkpoint.storage.manifest import Manifest
 from shoal.comm.world import World
 from shoal.errors import ShoalError
-from shoal.numerics.checksum import MULTIPLIER
 from shoal.numerics.init import key
 from shoal.numerics.local_tensor import to_local
+from shoal.numerics.sampled_sum import sampled_sum
 from shoal.parallel.lora.layers import A, adapted_layers, is_adapter
 from shoal.parallel.lora.quantize import quantized_layers
+from shoal.parallel.tensor_parts.linear_dims import TRANSPOSED
 
 if TYPE_CHECKING:
     from shoal.parallel.parallel_model import ParallelModel  # it loads torch's sharding, which a start need not
 
 BASE = "base"
 """The key of the fingerprint in the state of a checkpoint."""
-SAMPLES = 1024
 
 
 def adapter_state(composed: ParallelModel, world: World) -> dict[str, Any]:
@@ -37,13 +38,15 @@ def adapter_state(composed: ParallelModel, world: World) -> dict[str, Any]:
 
 
 def lora_settings(composed: ParallelModel) -> dict[str, Any]:
-    """Rank, alpha, dropout and targets, as `adapter_config.json` has them."""
+    """Rank, alpha, dropout, targets and others, as `adapter_config.json` has them."""
     layer = next(iter(layer for part in composed.parts for layer in adapted_layers(part.model).values()))
     return {
         "rank": layer.rank,
         "alpha": layer.lora_scale * layer.rank,
         "dropout": layer.lora_dropout,
         "targets": targets_of(composed.shapes),
+        "fan_in_fan_out": layer.weight_dims is TRANSPOSED,
+        **composed.peft_settings,
     }
 
 
@@ -70,7 +73,7 @@ def fingerprint(composed: ParallelModel, world: World) -> str:
     total = 0
     for name in (name for name in composed.base if composed.is_owner(name)):
         for begin, piece in composed.boxes_of(name, to_local(composed.named[name])):
-            total += _of_piece(name, piece, composed.shapes[name], begin)
+            total += sampled_sum(name, piece, composed.shapes[name], begin)
     if all(not place for axis, place in composed.mesh.coordinate.items() if axis != "pp"):
         total += sum(_of_packed(part.model) for part in composed.parts)
     composed.base_fingerprint = _joined(world.all_gather_object(total % 2**64), composed.shapes)
@@ -80,8 +83,8 @@ def fingerprint(composed: ParallelModel, world: World) -> str:
 @torch.no_grad()
 def fingerprint_of_whole(model: nn.Module) -> str:
     """The same of a whole model in one process."""
-    named = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
-    total = sum(_of_piece(name, p, tuple(p.shape), (0,) * p.dim()) for name, p in named.items()) + _of_packed(model)
+    named = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    total = sum(sampled_sum(name, p, tuple(p.shape), (0,) * p.dim()) for name, p in named.items()) + _of_packed(model)
     every = model.named_parameters(remove_duplicate=False)
     return _joined([total], {name: tuple(parameter.shape) for name, parameter in every})
 
@@ -92,37 +95,8 @@ def _joined(totals: list[int], shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _of_packed(model: nn.Module) -> int:
-    """Of the weights in 4 bits, which are no parameters and whole on every rank."""
-    return sum(
-        _of_piece(f"{name}.packed", tensor, tuple(tensor.shape), (0,) * tensor.dim())
-        for name, layer in quantized_layers(model).items()
-        for tensor in layer.packed.tensors
-    )
-
-
-def _of_piece(name: str, piece: Tensor, shape: tuple[int, ...], begin: tuple[int, ...]) -> int:
-    return (key(0, name, *shape) | 1) * _sampled(piece, shape, begin)
-
-
-def _sampled(piece: Tensor, shape: tuple[int, ...], begin: tuple[int, ...]) -> int:
-    """The sum of bits · weight over those sampled places of the whole tensor that are in this piece."""
-    size = torch.Size(shape).numel()
-    count = min(size, SAMPLES)
-    if not count or not piece.numel():
-        return 0
-    flat = torch.arange(count) * size // count
-    rest, places = flat, []
-    for extent, first, own in zip(reversed(shape), reversed(begin), reversed(piece.shape), strict=True):
-        places.append((rest % extent - first, own))
-        rest = rest // extent
-    is_here = torch.ones(count, dtype=torch.bool)
-    for place, own in places:
-        is_here &= (place >= 0) & (place < own)
-    index = tuple(place[is_here].to(piece.device) for place, _ in reversed(places))
-    values = piece[index] if index else piece.reshape(1)
-    bits = values.to("cpu", torch.float64).view(torch.int64)
-    weights = (flat[is_here] + 1) * (MULTIPLIER >> 1) | 1
-    return int((bits * weights).sum()) % 2**64
+    """Of the weights in 4 bits, which are no parameters."""
+    return sum(layer.base_sum(name) for name, layer in quantized_layers(model).items())
 
 
 def reject_other_base(composed: ParallelModel, world: World, manifest: Manifest, where: str) -> None:

@@ -16,8 +16,9 @@ differ if they compress what they exchange, or exchange it every few steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from shoal.checkpoint.storage.manifest import Shape
 from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import to_local
 from shoal.parallel.expert.router import biases
+from shoal.parallel.lora.quantize import quantized_layers
 from shoal.parallel.parallel_model import ParallelModel
 
 
@@ -46,6 +48,15 @@ class LocalShard:
     """Whether a checkpoint without it is of another model. Imported checkpoints have no buffers."""
     replicas: int = 1
     """How many replicas have their own tensor of this name."""
+    store: Callable[[Tensor], None] | None = None
+    """Takes the values of a shard that a run does not hold as they are; `value` then has a shape and a dtype alone."""
+
+    def fill_store(self, fill: Callable[[LocalShard], None]) -> None:
+        """Give `store` the values that `fill` writes."""
+        assert self.store is not None
+        value = torch.empty(self.value.shape, dtype=self.value.dtype)
+        fill(replace(self, value=value, store=None))
+        self.store(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +84,20 @@ class Holder:
 
 
 def base_shards(holder: Holder) -> Iterator[LocalShard]:
-    """Yield the frozen parameters below adapters, which are read and never saved."""
+    """Yield the frozen parameters below adapters, which are read and never saved, and those that are packed when they
+    are read."""
     composed = holder.composed
     firsts = {second: first for first, second in composed.tied}
     for name in (name for name in composed.named if name in composed.base):
         value = to_local(composed.named[name]).detach()
         for begin, box in composed.boxes_of(name, value):
             yield LocalShard(f"model/{firsts.get(name, name)}", composed.shapes[name], begin, box, is_saved=False)
+    for part in composed.parts:
+        for name, layer in quantized_layers(part.model).items():
+            shape = layer.lora_features[::-1]
+            value = torch.empty(shape, dtype=layer.packed.dtype, device="meta")
+            store = partial(layer.fill, name)
+            yield LocalShard(f"model/{name}.weight", shape, (0, 0), value, is_saved=False, store=store)
 
 
 def local_shards(holder: Holder) -> Iterator[LocalShard]:

@@ -14,6 +14,8 @@ from shoal.errors import Problem
 
 GIB = 2**30
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+PACKED_BYTES = 33 / 64
+"""Of a number in 4 bits (`numerics.nf4`), without what is below a hundredth of it."""
 ACCELERATORS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd")
 
 
@@ -25,17 +27,33 @@ class States(NamedTuple):
     optimizer: int
 
 
+class Frozen(NamedTuple):
+    """Numbers of parameters without a gradient."""
+
+    plain: int = 0
+    packed: int = 0
+    """In 4 bits."""
+
+
+NONE = Frozen()
+
+
 def bytes_of_states(
-    recipe: Recipe, plan: Plan, trained: int, *, frozen: int = 0, ranks: int, moments: float | None = None
+    recipe: Recipe, plan: Plan, trained: int, *, frozen: Frozen = NONE, ranks: int, moments: float | None = None
 ) -> States:
     """Bytes of parameters, gradients and optimizer state on this many ranks of a resolved plan, together. `moments`: as
     in `optimizer_bytes`."""
     layout, optim = plan.layout, recipe.optim
-    copies = layout.dp_replicate * (1 if plan.zero else layout.dp_shard * layout.cp)
+    whole = layout.dp_replicate * layout.dp_shard * layout.cp  # packed weights are not sharded
+    copies = layout.dp_replicate if plan.zero else whole
     weight = 8 if plan.precision == "fp64" else 2 if optim.param_dtype == "bf16" else 4
+    is_lower = recipe.model.lora is not None and plan.precision in ("bf16", "fp16", "fp8")
+    plain = frozen.plain * (2 if is_lower else weight)  # below adapters it is in the precision of the arithmetic
     optimizer = round(trained * optimizer_bytes(recipe, weight, moments))
-    of_one_copy = ((trained + frozen) * weight, trained * weight, optimizer)
-    return States(*(size * copies * ranks // layout.world_size for size in of_one_copy))
+    of_one_copy = (trained * weight + plain, trained * weight, optimizer)
+    found = States(*(size * copies * ranks // layout.world_size for size in of_one_copy))
+    packed = int(frozen.packed * PACKED_BYTES) * whole * ranks // layout.world_size
+    return found._replace(parameters=found.parameters + packed)
 
 
 def optimizer_bytes(recipe: Recipe, weight: int = 4, moments: float | None = None) -> float:
@@ -66,7 +84,14 @@ def has_no_accelerator() -> bool:
 
 
 def check_memory(
-    recipe: Recipe, plan: Plan, trained: int, *, frozen: int = 0, ranks: int, memory: int, moments: float | None = None
+    recipe: Recipe,
+    plan: Plan,
+    trained: int,
+    *,
+    frozen: Frozen = NONE,
+    ranks: int,
+    memory: int,
+    moments: float | None = None,
 ) -> list[Problem]:
     """The problem, if the state of `ranks` ranks does not fit into `memory` bytes. 0: the memory is unknown."""
     states = bytes_of_states(recipe, plan, trained, frozen=frozen, ranks=ranks, moments=moments)
@@ -76,7 +101,7 @@ def check_memory(
     where = f"{ranks} rank{'s' * (ranks > 1)} of {plan.brief()}"
     parameters, gradients, optimizer = (size / GIB for size in states)
     what = (
-        f"{(trained + frozen) / 1e9:.2f} B parameters take {needed / GIB:.1f} GiB on {where} (counted: parameters"
+        f"{(trained + sum(frozen)) / 1e9:.2f} B parameters take {needed / GIB:.1f} GiB on {where} (counted: parameters"
         f" {parameters:.1f}, gradients {gradients:.1f}, optimizer state {optimizer:.1f}), but there are"
         f" {memory / GIB:.1f} GiB of memory"
     )
@@ -86,7 +111,7 @@ def check_memory(
 
 
 def _fix(
-    recipe: Recipe, plan: Plan, trained: int, *, frozen: int, ranks: int, memory: int, moments: float | None
+    recipe: Recipe, plan: Plan, trained: int, *, frozen: Frozen, ranks: int, memory: int, moments: float | None
 ) -> str:
     """Settings that would fit; a smaller model, if there is none."""
     bf16_moments = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"state_dtype": "bf16"})})

@@ -42,7 +42,7 @@ def check_settings(
         *check_optimizer(recipe),
         *check_whole_tensors(recipe, recipe.plan.fill(world_size).with_layout()),
         *check_fp8(recipe),
-        *check_packed_base(recipe, recipe.plan.fill(world_size).with_layout()),
+        *check_packed_base(recipe),
         *check_packages(recipe),
         *check_durations(recipe),
         *check_replay(recipe, recipe.plan.fill(world_size).with_layout()),

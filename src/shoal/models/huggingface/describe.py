@@ -233,7 +233,7 @@ def _declared(plan: Mapping[str, str], name: str, module: nn.Module) -> Split | 
     """The split of a module by the words of a tp_plan; None: not declared, or not one that is followed."""
     style = next((style for pattern, style in plan.items() if matches(pattern, name)), None)
     how = STYLES.get(style or "")
-    is_linear = type(module) in (nn.Linear, LoRALinear)
+    is_linear = type(module) is nn.Linear or isinstance(module, LoRALinear)
     return how if is_linear or how is Split.HEADS else None
 
 

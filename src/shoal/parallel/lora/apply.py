@@ -9,19 +9,18 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from shoal.blueprint.placement import is_inside
 from shoal.errors import Problem, ShoalError, nearest, raise_if
 from shoal.numerics.init import init_adapters
-from shoal.parallel.lora.layers import A, B, LoRALinear, adapted_layers
+from shoal.parallel.lora.layers import adapt, adapted_layers, without_lora
 from shoal.parallel.lora.quantize import quantized_layers
+from shoal.parallel.lora.whole_modules import ATTRIBUTE, check_whole, choose
+from shoal.parallel.tensor_parts.linear_dims import TRANSPOSED, linear_dims
 
 UNCALLED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """Modules of torch that may read the weights of their layers without calling them."""
 ALL_LINEAR = "all-linear"
 """Every linear layer except the head."""
-TRANSPOSED = "Conv1D"
-"""The class of GPT-2's linear layers, whose weight has its inputs first."""
-CLASSIFIERS = "Classification|QuestionAnswering|MultipleChoice|Regression"
-"""In the name of a class of transformers: it has a head that begins with random weights."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -34,8 +33,9 @@ def lora(
     targets: str | Sequence[str] = ALL_LINEAR,
     dropout: float = 0.0,
     seed: int = 0,
+    modules_to_save: Sequence[str] | None = None,
 ) -> Model:
-    """Add LoRA to linear layers of a model, in place, and freeze all other parameters. Returns the model.
+    """Add LoRA to linear layers of a model, in place, and freeze its other parameters. Returns the model.
 
     Call it before `run.prepare`, and before the optimizer is built over `model.parameters()`.
 
@@ -45,6 +45,8 @@ def lora(
              "all-linear": every linear layer except the head
     dropout  of the input of the update
     seed     decides the initial values; the update is zero at first
+    modules_to_save    last parts of the names of modules that train whole and are saved with the adapters; None: the
+                       head of a classifier of transformers, which begins with random weights
 
     >>> from torch import nn
     >>> model = lora(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), rank=2, targets=["0"])
@@ -52,12 +54,18 @@ def lora(
     ['0.lora_A', '0.lora_B']
     """
     alpha = 2.0 * rank if alpha is None else alpha
-    raise_if(_problems(model, rank, alpha, dropout), title="shoal.lora")
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    problems = (*_problems(model, rank, alpha, dropout), *check_whole(model, modules_to_save))
+    raise_if(problems, title="shoal.lora")
+    whole = choose(model, modules_to_save)
+    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if _is_linear(layer)}
+    layers = {name: layer for name, layer in layers.items() if not is_inside(name, whole)}
     chosen = _chosen(model, layers, targets)
     model.requires_grad_(False)
+    for name in whole:
+        model.get_submodule(name).requires_grad_(True)
+    setattr(model, ATTRIBUTE, whole)
     for layer in chosen.values():
-        _adapt(layer, rank, alpha / rank, dropout)
+        adapt(layer, rank, alpha / rank, dropout)
     init_adapters(model, seed)
     return model
 
@@ -69,16 +77,18 @@ def _problems(model: nn.Module, rank: int, alpha: float, dropout: float) -> Iter
         yield Problem("L001", f"alpha must be greater than 0, got {alpha}", "alpha=32")
     if not 0 <= dropout < 1:
         yield Problem("L001", f"dropout must be at least 0 and less than 1, got {dropout}", "dropout=0.05")
-    if is_classifier(model):
-        what = f"LoRA would freeze the head of {type(model).__name__}, which begins with random weights"
-        yield Problem("L008", what, "train the whole model, without shoal.lora")
     if adapted_layers(model):
         yield Problem(
             "L002", f"{type(model).__name__} has LoRA already", "call shoal.lora once, with all targets in one list"
         )
 
 
-def _chosen(model: nn.Module, layers: dict[str, nn.Linear], targets: str | Sequence[str]) -> dict[str, nn.Linear]:
+def _is_linear(layer: nn.Module) -> bool:
+    """Whether it is an `nn.Linear`, of whatever class, or computes x W + b as Conv1D of GPT-2."""
+    return isinstance(layer, nn.Linear) or linear_dims(layer) is TRANSPOSED
+
+
+def _chosen(model: nn.Module, layers: dict[str, Any], targets: str | Sequence[str]) -> dict[str, Any]:
     """The layers that the targets name, without any that share their weight with another module."""
     head = _head_of(model)
     if targets == ALL_LINEAR:
@@ -103,12 +113,12 @@ def _chosen(model: nn.Module, layers: dict[str, nn.Linear], targets: str | Seque
     return found
 
 
-def _reject_other_layers(model: nn.Module, found: Mapping[str, nn.Linear]) -> None:
+def _reject_other_layers(model: nn.Module, found: Mapping[str, Any]) -> None:
     """Reject layers whose product is not computed by `nn.Linear` itself, so that an update would be lost."""
     uncalled = [name for name, module in model.named_modules() if isinstance(module, UNCALLED)]
     for name, layer in found.items():
         why = None
-        if type(layer) is not nn.Linear:
+        if isinstance(layer, nn.Linear) and type(layer) is not nn.Linear:
             why = f"is a {type(layer).__name__}"
         elif type(layer.weight) is not nn.Parameter or not layer.weight.is_floating_point():
             why = f"has a weight of {layer.weight.dtype}, as a {type(layer.weight.data).__name__}"
@@ -130,23 +140,15 @@ def _head_of(model: Any) -> Any:
     return getter() if callable(getter) else None
 
 
-def is_classifier(model: Any) -> bool:
-    """Whether a model of transformers has a head that no pretraining has made: the base's weights do not include it."""
-    return hasattr(model, "base_model_prefix") and re.search(CLASSIFIERS, type(model).__name__) is not None
-
-
 def _ends_with(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _without_target(model: nn.Module, target: str, layers: dict[str, nn.Linear]) -> ShoalError:
+def _without_target(model: nn.Module, target: str, layers: dict[str, Any]) -> ShoalError:
     head = _head_of(model)
     known = list(dict.fromkeys(_last(name) for name, one in layers.items() if name != head and one is not head))
     some = ", ".join(known[:8]) or "none"
     what = f"LoRA targets must name linear layers of the model ({some}), got {target!r}"
-    others = list(dict.fromkeys(_last(name) for name, one in model.named_modules() if type(one).__name__ == TRANSPOSED))
-    if others and (not known or _last(target) in others):
-        what += f"; its {', '.join(others[:8])} are {TRANSPOSED} of transformers, which get no LoRA"
     fix = "train the whole model, without shoal.lora (without --model.lora)"
     if near := nearest(target, known) or next(iter(known), None):
         fix = f'targets=["{near}"]' + ', or targets="all-linear"' * (target != ALL_LINEAR)
@@ -155,17 +157,6 @@ def _without_target(model: nn.Module, target: str, layers: dict[str, nn.Linear])
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _adapt(layer: nn.Linear, rank: int, scale: float, dropout: float) -> None:
-    """Make one layer a layer with LoRA, in place: names, hooks and references to it stay."""
-    weight = layer.weight
-    made: Any = layer
-    made.__class__ = LoRALinear
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    for name, shape in ((A, (rank, layer.in_features)), (B, (layer.out_features, rank))):
-        made.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype, device=weight.device)))
-    made.lora_scale, made.lora_dropout = float(scale), float(dropout)
 
 
 @torch.no_grad()
@@ -178,10 +169,7 @@ def merge_lora(model: Model) -> Model:
         packed.unpack()
     for layer in adapted_layers(model).values():
         update = layer.lora_B.double() @ layer.lora_A.double() * layer.lora_scale
+        update = update.T if layer.weight_dims is TRANSPOSED else update
         layer.weight.copy_(layer.weight.double() + update.to(layer.weight.device))
-        made: Any = layer
-        for name in (A, B):
-            delattr(made, name)
-        del made.lora_scale, made.lora_dropout
-        made.__class__ = nn.Linear
+    without_lora(model)
     return model

@@ -28,12 +28,6 @@ def check_adapters(
             f" {without[0]}",
             'targets="all-linear" (--model.lora.targets all-linear), or pp=1',
         )
-    if plan.layout.tp > 1 and quantized_layers(model):
-        yield Problem(
-            "L032",
-            f"frozen weights in 4 bits are whole on every rank, got tp={plan.layout.tp}, which cuts them",
-            "tp=1; or a model without shoal.quantize_base",
-        )
     if compiles and quantized_layers(model):
         yield Problem(
             "L033",

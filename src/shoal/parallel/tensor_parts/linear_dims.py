@@ -25,9 +25,12 @@ PLAIN, TRANSPOSED = LinearDims(0, 1), LinearDims(1, 0)
 
 
 def linear_dims(module: Any) -> LinearDims | None:
-    """The dims of a layer's weight; None: it is no linear layer, or has more parameters than a weight and a bias."""
+    """The dims of a layer's weight; None: it is no linear layer, or has more parameters than a weight and a bias. A
+    layer with LoRA says them."""
     if type(module) is nn.Linear:
         return PLAIN
+    if isinstance(known := getattr(module, "weight_dims", None), LinearDims):
+        return known
     own = dict(module.named_parameters(recurse=False))
     is_alike = own.keys() <= {"weight", "bias"} and "weight" in own and own["weight"].dim() == 2
     if not is_alike or next(module.children(), None) is not None or "forward" in vars(module):

@@ -44,7 +44,9 @@ def trained_model(directory: Path, step: int | None = None) -> TrainedModel:
         compare(saved.manifest, fingerprint_of_whole(model), str(saved.path))
     init_missing(model, recipe.run.seed)
     with FullTensors(saved) as full:
-        _fill(model, full.model(), str(saved.path), expects=is_adapter if BASE in saved.manifest.state else None)
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        expects = trained.__contains__ if BASE in saved.manifest.state else None
+        _fill(model, full.model(), str(saved.path), expects=expects)
     return TrainedModel(model.eval(), recipe, saved)
 
 
@@ -76,8 +78,8 @@ def _fill_base(model: nn.Module, recipe: Recipe) -> None:
         with FullTensors(start) as full:
             _fill(model, full.model(), str(start.path), expects=lambda name: not is_adapter(name))
     frozen = precision_of(recipe.plan.precision).frozen_dtype
-    for name, parameter in model.named_parameters():
-        if not is_adapter(name) and parameter.is_floating_point():
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
             parameter.copy_(parameter.to(frozen))
 
 

@@ -40,7 +40,6 @@ from shoal.train.recipe.step_metrics import StepMetrics
 from shoal.train.recipe.stop_signals import StopRequest, stop_on_signals
 from shoal.train.recipe.sync_autotune import advice, algorithm_chosen, bucket_chosen, resolve_sync
 from shoal.train.run import Run
-from shoal.train.run_checkpoint import pack_base
 from shoal.train.trace.find_blocks import attach_blocks
 
 
@@ -69,8 +68,6 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         inject_faults(run, invocation.generation)
         join_drill(run, invocation.generation)
         storage = _storage(run, job, invocation, line)
-        if recipe.model.lora is not None and recipe.model.lora.base is not None:
-            pack_base(run)
         step_metrics = StepMetrics(
             run,
             job,

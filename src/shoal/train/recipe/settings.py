@@ -19,8 +19,6 @@ def settings_of(recipe: Recipe) -> Settings:
     same = {
         name: getattr(section, name) for section in sections for name in names if name in type(section).model_fields
     }
-    if recipe.model.lora is not None and recipe.model.lora.base is not None:
-        same["fused_layers"] = False  # fused layers would hold the weights as they were before they are packed
     return cast(Settings, {**same, "fused_loss": fused_loss_of(recipe), "outer": outer_of(recipe)})
 
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from shoal.models.huggingface import experts
 from shoal.models.huggingface.modules import pattern_of
 from shoal.models.huggingface.order import inputs_of, takes
+from shoal.parallel.lora.layers import without_lora
 from shoal.parallel.pipeline.known_values import KnownValues
 from shoal.parallel.pipeline.skeleton import Call, skeleton_of
 from shoal.parallel.tensor_parts.arguments import by_name, names_of
@@ -61,6 +62,8 @@ class BlockCopy:
 def block_copies(model: Any, blocks: tuple[str, ...]) -> Iterator[BlockCopy]:
     """A copy of each kind of block; none, if the model cannot be run without values."""
     skeleton, clean = skeleton_of(model), skeleton_of(model)
+    for copied in (skeleton, clean):
+        without_lora(copied)  # adapters are cut as the layers that have them
     experts.install(clean)
     calls, relayed, is_chained = _calls(skeleton, blocks)
     reads_first = bool(calls) and _reads_first(skeleton, blocks)

@@ -125,7 +125,7 @@ def open_storage(run: Run, job: Job, line: ProgressLine, invocation: RunInvocati
             autosaver.check_free_space()
         autosaver.claim_store()
         resumes = may_resume(resume, directory, job.recipe)
-        has_base = bool(run.composed.base)
+        has_base = run.composed.has_adapters
         if has_base:  # which no checkpoint of this run has
             load_first_weights(run, job, line)
         manifest = autosaver.resume(resume) if resumes else None
