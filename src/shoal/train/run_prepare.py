@@ -100,8 +100,7 @@ def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
         mesh=state.mesh,
         tensor=state.tensor,
         precision=state.precision,
-        compute=state.policies.compute,
-        sync=state.policies.sync,
+        policies=state.policies,
     )
     state.description = description
     composed.replicas.keeps_nonfinite = state.updates.keeps_nonfinite

@@ -27,6 +27,7 @@ from shoal.data.order import sample_ids
 from shoal.data.sources.open import open_datasets
 from shoal.errors import Findings, Problem, listed, nearest, raise_if
 from shoal.launch.local import launch
+from shoal.parallel.data.shard_policy import ShardPolicy
 from shoal.parallel.expert.router import routers
 from shoal.parallel.pipeline.skeleton import Call, skeleton_of
 from shoal.parallel.pipeline.stage_io import traced
@@ -54,6 +55,9 @@ from shoal.verification.reference import has_batch_norm
 from shoal.verification.report import VerifyResult
 from shoal.verification.totals import bytes_of, bytes_to_replicas, collectives_of, memory_of, replica_sync_of
 
+VERIFIED_SHARDING = ("wrap_classes", "wrap_min_params", "forward_prefetch", "backward_prefetch")
+"""Settings of `ShardPolicy` that change no number. `reduce_dtype` rounds gradients."""
+
 LR, LR_OF_OTHERS = 1e-2, 1e-4
 """The learning rates of shoal's models and of others. T5 multiplies rounding by a thousand in a step of 1e-2."""
 
@@ -65,6 +69,15 @@ class ModelSettings(VerifySettings):
     lr: float = 1e-2
     clip: float | None = 0.5
     seed: int = 0
+    wrap_classes: tuple[str, ...] = ()
+    wrap_min_params: int | None = None
+    forward_prefetch: int | None = None
+    backward_prefetch: int | None = None
+
+    @property
+    def shard(self) -> ShardPolicy:
+        """The units that are gathered, and how early."""
+        return ShardPolicy(**{name: getattr(self, name) for name in VERIFIED_SHARDING})
 
 
 OPTIONS = tuple(field.name for field in fields(ModelSettings))
@@ -79,6 +92,10 @@ class VerifyOptions(TypedDict, total=False):
     lr: float
     clip: float | None
     seed: int
+    wrap_classes: tuple[str, ...]
+    wrap_min_params: int | None
+    forward_prefetch: int | None
+    backward_prefetch: int | None
 
 
 def verify(
@@ -102,12 +119,12 @@ def verify(
     seed       decides the initial weights and all randomness in the model (0)
     precision  fp64, fp32, bf16 or fp16, in place of the plan's; None: fp64 on a CPU, the plan's own on a GPU
     tolerance  the largest difference that counts as equal; None: that of the precision
+    wrap_classes, wrap_min_params, forward_prefetch, backward_prefetch   as of `Run`
     """
     build = functools.partial(_copy_of, build_model) if isinstance(build_model, nn.Module) else build_model
     found = Findings()
     found += _check_names(options)
-    known: Mapping[str, Any] = {name: value for name, value in options.items() if name in OPTIONS}
-    settings = ModelSettings(**known)
+    settings = ModelSettings(**{name: value for name, value in options.items() if name in OPTIONS})  # type: ignore[arg-type]
     found += [*check_options(settings), *_check_values(settings, device, nproc), *_check_given(build_model, batch)]
     found.of(objective_of, loss)
     first = next(iter(several := _batches(batch)), batch)
@@ -137,6 +154,7 @@ def verify(
         device=device,
         tolerance=TOLERANCES[resolved.precision] if settings.tolerance is None else settings.tolerance,
         replaced=replaced_precision(requested, resolved),
+        shard=settings.shard,
     )
     reject_uncallable(case)
     return verify_case(case)
@@ -155,6 +173,7 @@ def _check_values(settings: ModelSettings, device: Any, nproc: Any) -> Iterator[
         yield from check_number("clip", settings.clip, above=0, usual=0.5)
     yield from check_whole("seed", settings.seed, usual=0)
     yield from check_device(device)
+    yield from settings.shard.problems()
     if nproc is not None:
         yield from check_whole("nproc", nproc, least=1, usual=2)
 
@@ -308,7 +327,8 @@ def case_of(recipe: Recipe, world_size: int, settings: RecipeSettings) -> Case:
         device=device,
         tolerance=TOLERANCES[plan.precision] if settings.tolerance is None else settings.tolerance,
         replaced=replaced_precision(requested, plan),
-        not_verified=tuple(_not_verified(recipe)),
+        shard=_sharding_of(recipe, is_small=datasets is None),
+        not_verified=tuple(_not_verified(recipe, is_small=datasets is None)),
     )
     reject_uncallable(case)
     return case
@@ -352,7 +372,13 @@ def _builder(section: ModelSection, datasets: tuple[Dataset, Dataset] | None, pl
     return functools.partial(with_blocks, build, two, None, plan.pp)
 
 
-def _not_verified(recipe: Recipe) -> Iterator[str]:
+def _sharding_of(recipe: Recipe, *, is_small: bool) -> ShardPolicy:
+    """The units of a recipe. A small copy of its model has none of that size."""
+    names = [name for name in VERIFIED_SHARDING if not (is_small and name == "wrap_min_params")]
+    return ShardPolicy(**{name: getattr(recipe.comm, name) for name in names})
+
+
+def _not_verified(recipe: Recipe, *, is_small: bool) -> Iterator[str]:
     """Settings for speed that the recipe changes and a verification ignores, which the user must know."""
     settings, defaults = recipe.model_dump(), Recipe().model_dump()
     for key in (
@@ -363,6 +389,8 @@ def _not_verified(recipe: Recipe) -> Iterator[str]:
         "run.recompute_swiglu",
         "run.sync_batch_norm",
         "optim.state_dtype",
+        "comm.reduce_dtype",
+        *(["comm.wrap_min_params"] if is_small else []),
     ):
         section, _, name = key.partition(".")
         if (value := settings[section][name]) != defaults[section][name]:
