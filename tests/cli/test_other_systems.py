@@ -57,9 +57,14 @@ def test_every_flag_is_answered_with_its_proposal(flag: str) -> None:
         ("--training.seq_len 4096", "--data.seq_len 4096"),
         ("--zero_stage 2", "--plan.zero 2"),
         ("--nnodes 4", "torchrun --nnodes 4"),
-        ("--limit_all_gathers true", "--plan zero=3  # the next unit is gathered while one computes"),
-        ("--fsdp_auto_wrap_policy SIZE_BASED_WRAP", "--plan zero=3  # units are the blocks of the model"),
-        ("--run.reduce_dtype fp32", "--plan 'zero=3 bf16'  # units are gathered in bfloat16"),
+        ("--limit_all_gathers true", "--plan zero=3  # FSDP2 frees memory without stopping the host"),
+        ("--fsdp_auto_wrap_policy SIZE_BASED_WRAP", "--comm.wrap_classes LlamaDecoderLayer  # or comm.wrap_min_params"),
+        ("--fsdp_transformer_layer_cls_to_wrap GPT2Block", "--comm.wrap_classes GPT2Block"),
+        ("--fsdp_min_num_params 1000", "--comm.wrap_min_params 1000"),
+        ("--fsdp_forward_prefetch true", "--comm.forward_prefetch 1"),
+        ("--reduce_dtype fp32", "--comm.reduce_dtype bf16"),
+        ("--run.reduce_dtype fp32", "--comm.reduce_dtype fp32"),
+        ("--fsdp_mixed_precision bf16", "--plan 'zero=3 bf16'  # units are gathered in bfloat16"),
     ],
 )
 def test_what_a_newcomer_types(capsys: pytest.CaptureFixture[str], words: str, fix: str) -> None:

@@ -12,8 +12,10 @@ import torch
 from shoal.cli.runs.generate import _show
 from shoal.config.recipe import DataSection, ModelSection
 from shoal.data.sources.chat.open import open_chat_tokenizer
+from shoal.train.build_model import describe
 from shoal.train.inference.end_tokens import end_tokens
 from shoal.train.inference.generate import Continuation, Sampling, choose
+from shoal.train.inference.next_token import NextToken
 from shoal.train.inference.prompt_form import is_of_conversations
 from tests.rejects import rejects
 
@@ -33,6 +35,82 @@ def test_greedy_tokens_are_those_of_transformers() -> None:
     )
     assert list(ends) == expected[: expected.index(expected[3])]
     assert ends.stopped == "end"
+
+
+def steps_of(model: torch.nn.Module, length: int) -> tuple[list[torch.Tensor], list[torch.Tensor], NextToken]:
+    """The logits for each token of a random text, one after the other: as generated, and of the whole text before."""
+    text = torch.randint(2, 40, (1, length), generator=torch.Generator().manual_seed(5))
+    next_token = NextToken(model, "input_ids")
+    ours = [next_token(text[:, :end]) for end in range(4, length)]
+    theirs = [model(input_ids=text[:, :end], use_cache=False).logits[0, -1] for end in range(4, length)]
+    return ours, theirs, next_token
+
+
+CACHED = ("llama", "mistral window", "gemma3", "gpt2", "gpt-oss", "mixtral", "bloom", "falcon")
+MORE_CACHED = (
+    "gemma2",
+    "qwen3-moe",
+    "deepseek-v3",
+    "opt",
+    "llama4",
+    "jamba",
+    "gemma3n",
+    "gpt-neo",
+    "cohere2",
+    "stablelm",
+)
+NOT_CACHED = ("bamba", "recurrent-gemma")
+"""Kinds whose cache gives other logits, or none."""
+
+
+@pytest.mark.parametrize(
+    "kind", [*CACHED, *NOT_CACHED, *(pytest.param(kind, marks=pytest.mark.wide) for kind in MORE_CACHED)]
+)
+@torch.no_grad()
+def test_logits_with_a_cache_are_those_without(kind: str) -> None:
+    """Also beyond a window of three tokens, and where the cache is left out."""
+    pytest.importorskip("transformers")
+    from tests import huggingface
+
+    model = huggingface.build(kind).eval()
+    ours, theirs, next_token = steps_of(model, min(18, describe(model).max_tokens or 18))
+    for one, other in zip(ours, theirs, strict=True):
+        assert float((one - other).abs().max()) <= 2e-5 * float(other.abs().max())
+    assert next_token.uses_cache == (kind not in NOT_CACHED)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 8}
+        | {"short_factor": [1.0, 1.0], "long_factor": [3.0, 5.0]},
+    ],
+)
+@torch.no_grad()
+def test_no_key_is_cached_whose_rotation_depends_on_the_length(rope: dict[str, object]) -> None:
+    transformers = pytest.importorskip("transformers")
+    few = {"vocab_size": 41, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(
+        **few, max_position_embeddings=8, rope_parameters={"rope_theta": 100.0, **rope}, initializer_range=0.5
+    )
+    ours, theirs, next_token = steps_of(transformers.LlamaForCausalLM(config).eval(), 14)
+    for one, other in zip(ours, theirs, strict=True):
+        assert float((one - other).abs().max()) <= 2e-5 * float(other.abs().max())
+    assert not next_token.uses_cache
+
+
+def test_a_model_is_called_with_one_token_at_a_time() -> None:
+    pytest.importorskip("transformers")
+    from tests import huggingface
+
+    model, lengths = huggingface.build("llama").eval(), []
+    model.model.register_forward_pre_hook(
+        lambda _, given, named: lengths.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    found = Continuation(model, [3, 1, 4], end_tokens=(), max_tokens=5, sampling=Sampling(), name="input_ids")
+    assert len(list(found)) == 5
+    assert lengths == [3, 1, 4, 1, 1, 1]  # the whole text once more, to compare
 
 
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "word_embed_proj_dim": 8}

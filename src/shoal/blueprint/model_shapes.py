@@ -8,7 +8,7 @@ piece of it a rank holds.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -104,10 +104,12 @@ class ModelShapes:
     """Parameters that need no gradient."""
     lookups: frozenset[str] = frozenset()
     """Parameters of embeddings, whose lookup costs no computation."""
-    units_by_size: tuple[str, ...] = field(default=())
-    """For a model without blocks: submodules that are sharding units, children before parents."""
-    units_beside_experts: tuple[str, ...] = field(default=())
+    units: tuple[str, ...] | None = None
+    """Submodules that are sharding units, by class or by size, children before parents. None: the blocks are."""
+    units_beside_experts: tuple[str, ...] | None = None
     """The same where ep divides experts, which are units of their own."""
+    prefetched: int = 1
+    """Units that the backward gathers ahead."""
 
     def shape(self, name: str) -> Shape:
         """The whole shape of a parameter, also by the second name of a tied one."""
@@ -193,11 +195,12 @@ class Sizes:
     """Frozen weights below adapters. None: as other weights."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Sizes:
-        """The sizes of a plan's precision: the table of `shoal.numerics.precision` in bytes."""
+    def of(cls, plan: Plan, reduce_dtype: str = "fp32") -> Sizes:
+        """The sizes of a plan's precision: the table of `shoal.numerics.precision` in bytes; and of `reduce_dtype`."""
         weight = 8 if plan.precision == "fp64" else 4
         lower = {"bf16": 2, "fp16": 2, "fp8": 2}
-        return cls(weight=weight, compute=lower.get(plan.precision, weight), reduce=weight, loss=weight)
+        reduced = 2 if reduce_dtype == "bf16" else weight
+        return cls(weight=weight, compute=lower.get(plan.precision, weight), reduce=reduced, loss=weight)
 
 
 def modules_around(parameter: str) -> list[str]:

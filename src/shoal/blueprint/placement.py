@@ -162,9 +162,9 @@ def sharded_units(plan: Plan, model: ModelShapes, part: StageShapes) -> list[tup
     """
     present = [module for module in part.modules if any(is_in(name, [module]) for name in part.pieces)]
     found = list(units(model.description, present))
-    if not model.description.blocks:
-        by_size = model.units_beside_experts if plan.layout.ep > 1 else model.units_by_size
-        found = [*(Unit((name,)) for name in by_size), Unit(("",), is_root=True)]
+    chosen = model.units_beside_experts if plan.layout.ep > 1 else model.units
+    if chosen is not None:
+        found = [*(Unit((name,)) for name in chosen), Unit(("",), is_root=True)]
     left = dict(part.pieces)
     homes = {name: experts_of(model.description, name) if plan.layout.ep > 1 else None for name in left}
     filled = []

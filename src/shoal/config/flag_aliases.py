@@ -13,23 +13,31 @@ _INSTEAD = {
         "fsdp use_fsdp fsdp_config fsdp_sharding_strategy fully_shard use_torch_fsdp2 strategy sharding_strategy"
     ),
     "--deepspeed {=ds_config.json}": "deepspeed use_deepspeed deepspeed_config",
-    "--plan zero=3  # units are the blocks of the model; of a model without blocks, submodules by size": (
-        "auto_wrap_policy fsdp_auto_wrap_policy wrap_policy transformer_layer_cls_to_wrap min_num_params "
-        "fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params use_orig_params fsdp_use_orig_params"
+    "--comm.wrap_classes LlamaDecoderLayer  # or comm.wrap_min_params; neither: the blocks of the model": (
+        "auto_wrap_policy fsdp_auto_wrap_policy wrap_policy"
     ),
-    "--plan zero=3  # the next unit is gathered while one computes, and never more than two": (
-        "limit_all_gathers forward_prefetch backward_prefetch fsdp_forward_prefetch fsdp_backward_prefetch "
-        "fsdp_backward_prefetch_policy overlap_param_gather"
+    "--comm.wrap_classes {=LlamaDecoderLayer}": (
+        "transformer_layer_cls_to_wrap fsdp_transformer_layer_cls_to_wrap transformer_cls_names_to_wrap"
+    ),
+    "--comm.wrap_min_params {100000000}": "min_num_params fsdp_min_num_params",
+    "--comm.forward_prefetch {1}  # units that are gathered ahead": "forward_prefetch fsdp_forward_prefetch",
+    "--comm.backward_prefetch {1}  # units that are gathered ahead; one, unless set": (
+        "backward_prefetch fsdp_backward_prefetch fsdp_backward_prefetch_policy"
+    ),
+    "--plan zero=3  # FSDP2 frees memory without stopping the host, so no setting limits gathers": "limit_all_gathers",
+    "--plan zero=3  # the next unit is gathered while one computes; comm.forward_prefetch gathers more": (
+        "overlap_param_gather"
     ),
     "--plan zero=2  # keeps parameters gathered until the backward; zero=3 does not": (
         "reshard_after_forward fsdp_reshard_after_forward"
     ),
     "--plan 'zero=3 bf16'  # units are gathered in bfloat16, and gradients are reduced in float32": (
-        "reduce_dtype mp_policy fsdp_mixed_precision mixed_precision_reduce grad_reduce_in_fp32 "
-        "accumulate_allreduce_grads_in_fp32"
+        "mp_policy fsdp_mixed_precision grad_reduce_in_fp32 accumulate_allreduce_grads_in_fp32"
     ),
+    "--comm.reduce_dtype bf16  # or fp32, the default": "reduce_dtype mixed_precision_reduce",
     "--plan zero=3  # every rank starts with the same weights anyway": (
-        "sync_module_states fsdp_sync_module_states cpu_ram_efficient_loading fsdp_cpu_ram_efficient_loading"
+        "sync_module_states fsdp_sync_module_states use_orig_params fsdp_use_orig_params "
+        "cpu_ram_efficient_loading fsdp_cpu_ram_efficient_loading"
     ),
     "--plan.zero {3}": "zero_stage zero",
     "--plan zero=0  # copies on all ranks, which is DDP, and the default": "ddp multi_gpu",

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.bounds import MOST_RANKS, check_bounds
+from shoal.config.comm_section import CommSection as CommSection
 from shoal.config.data_section import DataSection as DataSection
 from shoal.config.duration import Duration
 from shoal.config.fields import (
@@ -240,35 +241,6 @@ class CheckpointSection(Section):
 
     memory_dir: str = "/dev/shm"
     """The memory file system for `memory_every`."""
-
-
-class CommSection(Section):
-    """Communication between replicas (`dp_replicate`): the collectives, compression and local SGD (`sync=`)."""
-
-    algorithm: Literal["builtin", "ring", "tree", "double_tree", "halving", "hierarchical", "naive", "auto"] = "builtin"
-    """The all-reduce algorithm. builtin: torch's own collectives. auto: the fastest for the buckets of this run,
-    measured before its first step. Else a list of messages of that name (docs/concepts/collectives.md)."""
-
-    warmup_steps: Annotated[int, Number, Field(ge=0)] | None = None
-    """The number of first steps that average uncompressed gradients, under `compress=` or `sync=`. Early gradients are
-    the largest, and the moments of the optimizer start with them. None: 50 for `1bit`, `topk`, `randomk` and
-    `powersgd`, else 0."""
-
-    outer_lr: PositiveFloat = 0.7
-    """Under `sync=diloco:H`, the learning rate of the outer optimizer, which updates the shared weights."""
-
-    outer_momentum: BelowOne = 0.9
-    """Its Nesterov momentum."""
-
-    fragments: PositiveInt = 1
-    """The number of parts of the shared weights, which are exchanged one after the other within H steps."""
-
-    outer_delay: Annotated[int, Number, Field(ge=0)] = 0
-    """The number of steps between sending and applying an exchange. Replicas train on while it travels."""
-
-    rescale: bool = True
-    """Under `sync=local:H` with Adam, scale the mean update of the replicas to the length of one model's step. A
-    replica's gradients are noisier, and Adam divides by the noise (docs/concepts/slow-links.md)."""
 
 
 class RunSection(Section):

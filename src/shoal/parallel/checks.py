@@ -18,11 +18,12 @@ from shoal.errors import Problem, ShoalError, nearest, raise_if
 from shoal.numerics.fp8.convert import MIN_FEATURES, is_fit_for_fp8
 from shoal.parallel.batch_norm import batch_norms, can_share
 from shoal.parallel.context.attention import Attention, DocumentMask
+from shoal.parallel.data.fsdp_units import check_units
 from shoal.parallel.expert.experts import experts_in
 from shoal.parallel.expert.router import routers
 from shoal.parallel.fused_loss_head import why_not_fused
 from shoal.parallel.lora.checks import check_adapters
-from shoal.parallel.policies import ComputePolicy, SyncPolicy
+from shoal.parallel.policies import Policies
 from shoal.parallel.split_layers import WHOLE
 from shoal.parallel.tensor import TensorParallel
 
@@ -33,10 +34,9 @@ def validate_model(
     description: Description,
     tensor: TensorParallel,
     shapes: dict[str, tuple[int, ...]],
+    policies: Policies,
     *,
     is_split_by_hand: bool,
-    compute: ComputePolicy,
-    sync: SyncPolicy,
 ) -> None:
     """Raise with all problems of a model under a plan. `shapes` are the full shapes of all parameters."""
     names = [name for name, _ in model.named_modules()]
@@ -46,21 +46,20 @@ def validate_model(
         features=shapes,
         modules=names,
         is_split_by_hand=is_split_by_hand,
-        compiles=bool(compute.compile),
+        compiles=bool(policies.compute.compile),
     )
-    found += check_model(model, plan, description, compute, sync)
+    found += check_model(model, plan, description, policies)
     raise_if(found, title=f"plan '{plan.brief()}'")
     _reject_unequal_models(model, plan, tensor)
 
 
-def check_model(
-    model: nn.Module, plan: Plan, description: Description, compute: ComputePolicy, sync: SyncPolicy
-) -> list[Problem]:
+def check_model(model: nn.Module, plan: Plan, description: Description, policies: Policies) -> list[Problem]:
     """Problems of the modules of a model, built or without memory, with a plan, and of the settings of a run with
     either. None if the description names modules that the model lacks, which `check_plan` reports."""
     if any(check_names(description, [name for name, _ in model.named_modules()])):
         return []
-    ep, plan = plan.ep or 1, plan.with_layout()
+    ep, plan, compute = plan.ep or 1, plan.with_layout(), policies.compute
+    divided = tuple(experts_in(model)) if ep > 1 else ()
     return [
         *_without_attention(model, plan, description),
         *_missing_arguments(model, plan, description),
@@ -69,9 +68,17 @@ def check_model(
         *_other_experts(model, ep, description),
         *_ties_that_break(model, plan, description),
         *(_unshared_batch_norm(model, plan) if compute.sync_batch_norm else ()),
-        *_unused_with_shards(plan, finds_unused=sync.find_unused_parameters),
+        *_unused_with_shards(plan, finds_unused=policies.sync.find_unused_parameters),
         *_no_layer_for_fp8(model, plan, description, compute.fp8_min_features),
         *(_not_fused(model, plan, description) if compute.fused_loss else ()),
+        *check_units(
+            model,
+            plan,
+            policies.shard,
+            blocks=description.blocks,
+            experts=divided,
+            compiles=bool(compute.compile),
+        ),
         *check_adapters(model, plan, description, compiles=bool(compute.compile)),
     ]
 

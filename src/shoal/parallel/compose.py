@@ -28,7 +28,8 @@ from shoal.parallel.batch_norm import RunningStatistics, Sharing, batch_norms, s
 from shoal.parallel.checks import validate_model, why_loss_not_fused
 from shoal.parallel.context.attention import Attention, ContextParallel
 from shoal.parallel.context.attention import divide as divide_tokens
-from shoal.parallel.data.fsdp import FSDPSync, Sharding, units_by_size
+from shoal.parallel.data.fsdp import FSDPSync, Sharding, prefetch
+from shoal.parallel.data.fsdp_units import chosen_units
 from shoal.parallel.data.gradient_sync import GradientSync
 from shoal.parallel.expert.aux_loss import AuxLoss
 from shoal.parallel.expert.experts import ExpertParallel, experts_in
@@ -42,7 +43,7 @@ from shoal.parallel.parallel_model import ParallelModel, StageModule
 from shoal.parallel.pipeline.pipeline import Pipeline, Stage, cut
 from shoal.parallel.pipeline.skeleton import skeleton_of
 from shoal.parallel.pipeline.stage_io import Boundaries
-from shoal.parallel.policies import ComputePolicy, SyncPolicy
+from shoal.parallel.policies import ComputePolicy, Policies
 from shoal.parallel.replica_sync import ReplicaGroup, build_gradient_sync, uses_own_reducer, with_buckets
 from shoal.parallel.split_layers import note_split_layers, split
 from shoal.parallel.tensor import TensorParallel
@@ -56,8 +57,7 @@ def compose(
     mesh: Mesh,
     tensor: TensorParallel,
     precision: Precision,
-    compute: ComputePolicy,
-    sync: SyncPolicy,
+    policies: Policies,
 ) -> ParallelModel:
     """This rank's part of a model, laid out as a resolved plan says. The model's tensors are used up."""
     tensor.splits_tokens = splits_tokens(plan, description)
@@ -65,11 +65,12 @@ def compose(
     by_hand = note_split_layers(model, tensor)
     shapes = {name: tuple(parameter.shape) for name, parameter in originals.items()} | by_hand
     is_by_hand = bool(by_hand)
-    validate_model(model, plan, description, tensor, shapes, is_split_by_hand=is_by_hand, compute=compute, sync=sync)
+    validate_model(model, plan, description, tensor, shapes, policies, is_split_by_hand=is_by_hand)
+    compute, sync = policies.compute, policies.sync
     num_parameters = sum(math.prod(shapes[name]) for name, _ in model.named_parameters())
     routed = {name: router.num_experts for name, router in routers(model).items()}
     balance, is_own = _balance(model, plan, mesh, tensor), uses_own_reducer(plan, sync)
-    setup = _Setup(plan, description, mesh, tensor, precision, compute, uses_own_reducer=is_own, balance=balance)
+    setup = _Setup(plan, description, mesh, tensor, precision, policies, uses_own_reducer=is_own, balance=balance)
     setup.frozen_dtype = precision.frozen_dtype if adapted_layers(model) else precision.weight_dtype
     setup.is_fused = compute.fused_loss is not False and why_loss_not_fused(model, plan, description) is None
     batch_norm, tracks = _batch_norm(model, plan, mesh, compute)
@@ -119,7 +120,7 @@ class _Setup:
     mesh: Mesh
     tensor: TensorParallel
     precision: Precision
-    compute: ComputePolicy
+    policies: Policies
     uses_own_reducer: bool
     balance: AuxLoss | None
     frozen_dtype: torch.dtype = torch.float32
@@ -133,12 +134,13 @@ class _Setup:
 
     def __post_init__(self) -> None:
         plan, mesh = self.plan, self.mesh
-        self.sharding = _sharding(plan, mesh, self.precision, plan.shard_axis, uses_own_reducer=self.uses_own_reducer)
+        self.compute = self.policies.compute
+        self.sharding = self._sharding(plan.shard_axis)
         self.experts: ExpertParallel | None = None
         self.expert_sharding: Sharding | None = None
         if plan.layout.ep > 1:
             self.experts = ExpertParallel(mesh.groups["ep"], comm_device=mesh.comm_device)
-            self.expert_sharding = _sharding(plan, mesh, self.precision, "edp", uses_own_reducer=self.uses_own_reducer)
+            self.expert_sharding = self._sharding("edp")
         is_mixed = self.balance is not None and plan.layout.pp > 1
         self.as_now = self.balance.as_now if self.balance is not None and is_mixed else None
         """What a recomputed block has to find as it was: only in a pipeline do other microbatches come in between."""
@@ -147,11 +149,15 @@ class _Setup:
             assert plan.context is not None
             self.context = ContextParallel(mesh.groups["cp"], kind=plan.context, comm_device=mesh.comm_device)
 
+    def _sharding(self, axis: str) -> Sharding | None:
+        policy, is_own = self.policies.shard, self.uses_own_reducer
+        return Sharding.of(self.plan, self.mesh, self.precision, axis, policy, uses_own_reducer=is_own)
+
 
 def _lay_out(part: StageModule, setup: _Setup) -> None:
     """One part of the model, unit by unit."""
     model, description, sharding = part.model, setup.description, setup.sharding
-    large = _large_units(model, setup)
+    chosen = _chosen_units(model, setup)
     is_compiled_whole = not description.blocks or _is_compiled_as_one(part, setup)
     for unit in _units(model, description):
         _fill(model, unit, setup.compute.seed)
@@ -179,7 +185,11 @@ def _lay_out(part: StageModule, setup: _Setup) -> None:
         if setup.expert_sharding is not None:
             for module in experts:
                 setup.expert_sharding.shard(module)
-        if sharding is not None and not unit.is_root:
+        if sharding is not None and chosen is not None:
+            inside = [name for name in chosen if unit.holds(name)]  # at once, so that no rank holds all of the model
+            chosen = [name for name in chosen if name not in inside]
+            _shard_each(model, inside, sharding)
+        elif sharding is not None and not unit.is_root:
             sharding.shard(_modules(model, unit), is_last=unit.is_last)
     if not description.blocks:
         _choose_attention(model, setup.compute)
@@ -189,18 +199,23 @@ def _lay_out(part: StageModule, setup: _Setup) -> None:
     if setup.context is not None:
         divide_tokens(model, description, setup.context, is_compiled=bool(setup.compute.compile))
     if sharding is not None:
-        for unit_by_size in large:
-            sharding.shard(unit_by_size)
-        sharding.shard(part.stage or model, is_last=True)
+        _shard_each(model, chosen or (), sharding)
+        root = part.stage or model
+        sharding.shard(root, is_last=True)
+        prefetch(root, setup.policies.shard)
 
 
-def _large_units(model: nn.Module, setup: _Setup) -> Sequence[nn.Module]:
-    """What is sharded as one in a model that does not say what its blocks are. They are chosen while all is whole, as
-    the planner sees it."""
-    if setup.sharding is None or setup.description.blocks:
-        return ()
+def _shard_each(model: nn.Module, names: Sequence[str], sharding: Sharding) -> None:
+    for name in names:
+        sharding.shard(model.get_submodule(name))
+
+
+def _chosen_units(model: nn.Module, setup: _Setup) -> Sequence[str] | None:
+    """The units by class or by size; None: those of the description. They are chosen while all is whole, as the planner
+    sees it."""
     divided = experts_in(model).values() if setup.experts is not None else ()
-    return units_by_size(model, except_for=divided)
+    policy, has_blocks = setup.policies.shard, bool(setup.description.blocks)
+    return chosen_units(model, policy, has_blocks=has_blocks, except_for=divided) if setup.sharding else None
 
 
 def _divide_experts(model: nn.Module, unit: Unit, setup: _Setup) -> list[nn.Module]:
@@ -330,23 +345,6 @@ def _compile(block: nn.Module, compute: ComputePolicy, *, unless: bool = False) 
     if compute.compile and not unless:
         backend = "inductor" if compute.compile is True else compute.compile
         block.forward = torch.compile(block.forward, backend=backend)
-
-
-def _sharding(plan: Plan, mesh: Mesh, precision: Precision, axis: str, *, uses_own_reducer: bool) -> Sharding | None:
-    """How parameters are sharded; None: they are not, and none stay in host memory."""
-    offloads = plan.offload == "parameters" and mesh.device.type != "cpu"
-    if not plan.is_sharded and not (plan.zero and offloads):
-        return None
-    lower = precision.is_lower
-    axes = ("dp_replicate", axis) if plan.layout.dp_replicate > 1 and not uses_own_reducer else (axis,)
-    return Sharding(
-        mesh=mesh.device_mesh(axes),
-        zero=plan.zero or 0,
-        compute_dtype=precision.compute_dtype if lower else None,
-        reduce_dtype=precision.wide_dtype if lower else None,
-        offloads_parameters=offloads,
-        keeps_gathered=plan.layout.pp > 1,
-    )
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""The settings of a run, as three frozen policies. A setting has one name: recipe key, argument of `Run`, field here.
+"""The settings of a run, as four frozen policies. A setting has one name: recipe key, argument of `Run`, field here.
 
     recipe    optim.clip ┐                                      ┌ StepPolicy      what is done with gradients
               run.fp8    ├─ settings_of(recipe) ─┐              │
               comm.*     ┘                       ├─ Policies ───┼ ComputePolicy   how the model is computed
-    script    Run(clip=1.0, fp8="rowwise") ──────┘              └ SyncPolicy      how replicas exchange gradients
+    script    Run(clip=1.0, fp8="rowwise") ──────┘              ├ SyncPolicy      how replicas exchange gradients
+                                                                └ ShardPolicy     how shards are gathered and reduced
 
 CONTRIBUTING.md shows how to add one.
 """
@@ -24,6 +25,7 @@ from shoal.numerics.fp8.convert import FromHead, Scaling
 from shoal.numerics.ops.attention_kernels import Backend
 from shoal.numerics.precision import Weights
 from shoal.parallel.data.diloco import DEFAULT_OUTER, OuterOptimizer
+from shoal.parallel.data.shard_policy import DEFAULT_SHARDING, ReduceDtype, ShardPolicy
 from shoal.safe_parsing import short
 
 Algorithm = Chosen | Literal["auto"]
@@ -196,6 +198,11 @@ class Settings(TypedDict, total=False):
     algorithm: Algorithm
     warmup_steps: int | None
     outer: OuterOptimizer
+    wrap_classes: tuple[str, ...]
+    wrap_min_params: int | None
+    forward_prefetch: int | None
+    backward_prefetch: int | None
+    reduce_dtype: ReduceDtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,16 +212,17 @@ class Policies:
     step: StepPolicy = StepPolicy()
     compute: ComputePolicy = ComputePolicy()
     sync: SyncPolicy = SyncPolicy()
+    shard: ShardPolicy = DEFAULT_SHARDING
 
     @classmethod
     def of(cls, **settings: Unpack[Settings]) -> Policies:
         """Each setting in the policy that has it. Raise with all wrong values at once."""
-        step, compute, sync = (kind(**_of(kind, settings)) for kind in KINDS)
-        raise_if([*step.problems(), *compute.problems(), *sync.problems()], title="the options of a run")
-        return cls(step=step, compute=compute, sync=sync)
+        step, compute, sync, shard = several = [kind(**_of(kind, settings)) for kind in KINDS]
+        raise_if([problem for policy in several for problem in policy.problems()], title="the options of a run")
+        return cls(step=step, compute=compute, sync=sync, shard=shard)
 
 
-KINDS: tuple[Any, ...] = (StepPolicy, ComputePolicy, SyncPolicy)
+KINDS: tuple[Any, ...] = (StepPolicy, ComputePolicy, SyncPolicy, ShardPolicy)
 
 
 def setting_names() -> list[str]:

@@ -41,13 +41,13 @@ ARGUMENTS_ELSEWHERE = {  # of Accelerate, Fabric, DeepSpeed and the Trainer of t
     "strategy": "Run('zero=3'), or another plan",
     **dict.fromkeys(("sharding_strategy", "fsdp", "fully_shard"), "Run('zero=3'); zero=2 is SHARD_GRAD_OP"),
     **dict.fromkeys(
-        ("auto_wrap_policy", "wrap_policy"), "Run('zero=3'): units are the blocks of describe(), or by size"
+        ("auto_wrap_policy", "wrap_policy", "transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap"),
+        "Run('zero=3', wrap_classes=('LlamaDecoderLayer',)), or wrap_min_params=100_000_000",
     ),
-    **dict.fromkeys(
-        ("limit_all_gathers", "forward_prefetch", "backward_prefetch"), "Run('zero=3'), which prefetches one unit"
-    ),
+    "min_num_params": "Run('zero=3', wrap_min_params=100_000_000)",
+    "limit_all_gathers": "Run('zero=3'): FSDP2 frees memory without stopping the host, so no setting limits gathers",
     "reshard_after_forward": "Run('zero=3'); zero=2 keeps parameters gathered until the backward",
-    **dict.fromkeys(("reduce_dtype", "mp_policy"), "Run('zero=3 bf16'), which reduces gradients in float32"),
+    "mp_policy": "Run('zero=3 bf16'), which reduces gradients in float32, or in bfloat16 by reduce_dtype='bf16'",
     **dict.fromkeys(("cpu_offload", "offload_policy"), "Run('zero=3 offload=parameters')"),
     **dict.fromkeys(("sync_module_states", "use_orig_params"), "Run('zero=3'), which needs no such setting"),
     "weights": "Run(param_dtype='bf16')",

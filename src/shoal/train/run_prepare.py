@@ -122,8 +122,7 @@ def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
         mesh=state.mesh,
         tensor=state.tensor,
         precision=state.precision,
-        compute=state.policies.compute,
-        sync=state.policies.sync,
+        policies=state.policies,
     )
     state.description, state.model_section = description, getattr(model, "model_section", None)
     _load_start_weights(state, start, getattr(model, "adapter_to_load", None), composed)

@@ -20,6 +20,7 @@ from shoal.config.checks.arguments import check_device, check_number, check_whol
 from shoal.data.batch import length, rows
 from shoal.errors import Findings, Problem, listed, nearest, raise_if
 from shoal.launch.local import launch
+from shoal.parallel.data.shard_policy import ShardPolicy
 from shoal.parallel.expert.router import routers
 from shoal.parallel.pipeline.skeleton import Call, skeleton_of
 from shoal.parallel.pipeline.stage_io import traced
@@ -42,6 +43,9 @@ from shoal.verification.reference import has_batch_norm
 from shoal.verification.report import VerifyResult
 from shoal.verification.totals import bytes_of, bytes_to_replicas, collectives_of, memory_of, replica_sync_of
 
+VERIFIED_SHARDING = ("wrap_classes", "wrap_min_params", "forward_prefetch", "backward_prefetch")
+"""Settings of `ShardPolicy` that change no number. `reduce_dtype` rounds gradients."""
+
 LR_OF_OTHERS = 1e-4
 """The learning rate of models of others. T5 multiplies rounding by a thousand in a step of 1e-2."""
 
@@ -53,6 +57,15 @@ class ModelSettings(VerifySettings):
     lr: float = 1e-2
     clip: float | None = 0.5
     seed: int = 0
+    wrap_classes: tuple[str, ...] = ()
+    wrap_min_params: int | None = None
+    forward_prefetch: int | None = None
+    backward_prefetch: int | None = None
+
+    @property
+    def shard(self) -> ShardPolicy:
+        """The units that are gathered, and how early."""
+        return ShardPolicy(**{name: getattr(self, name) for name in VERIFIED_SHARDING})
 
 
 OPTIONS = tuple(field.name for field in fields(ModelSettings))
@@ -67,6 +80,10 @@ class VerifyOptions(TypedDict, total=False):
     lr: float
     clip: float | None
     seed: int
+    wrap_classes: tuple[str, ...]
+    wrap_min_params: int | None
+    forward_prefetch: int | None
+    backward_prefetch: int | None
 
 
 def verify(
@@ -92,6 +109,7 @@ def verify(
     seed       decides the initial weights and all randomness in the model (0)
     precision  fp64, fp32, bf16 or fp16, in place of the plan's; None: fp64 on a CPU, the plan's own on a GPU
     tolerance  the largest difference that counts as equal; None: that of the precision
+    wrap_classes, wrap_min_params, forward_prefetch, backward_prefetch   as of `Run`
     """
     found = Findings()
     found += _check_names(options)
@@ -148,6 +166,7 @@ def _case_of(
         device=device,
         tolerance=TOLERANCES[resolved.precision] if settings.tolerance is None else settings.tolerance,
         replaced=replaced_precision(requested, resolved),
+        shard=settings.shard,
     )
 
 
@@ -164,6 +183,7 @@ def _check_values(settings: ModelSettings, device: Any, nproc: Any) -> Iterator[
         yield from check_number("clip", settings.clip, above=0, usual=0.5)
     yield from check_whole("seed", settings.seed, usual=0)
     yield from check_device(device)
+    yield from settings.shard.problems()
     if nproc is not None:
         yield from check_whole("nproc", nproc, least=1, usual=2)
 

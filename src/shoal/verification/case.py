@@ -10,6 +10,7 @@ from torch import nn
 
 from shoal.blueprint.plan import Plan, Precision
 from shoal.errors import raise_if
+from shoal.parallel.data.shard_policy import DEFAULT_SHARDING, ShardPolicy
 from shoal.verification.options import check_verified_precision
 
 
@@ -35,6 +36,9 @@ class Case:
     threads: int | None = None
     replaced: Precision | None = None
     """The precision of the requested plan, if it is lower than that of the verification."""
+
+    shard: ShardPolicy = DEFAULT_SHARDING
+    """The units that are gathered, and how early; reductions stay exact."""
 
     not_verified: tuple[str, ...] = ()
     """Settings of the recipe, each with its value, that `shoal train` uses and a verification does not."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -92,7 +92,8 @@ def verify_on_rank(placement: Placement | None, store: Store | None, case: Case)
 def verify_in(world: World, case: Case) -> RankFindings:
     """Train and observe; rank 0 also computes the reference, and compares."""
     references, initial = observe_reference(case) if world.is_main else ([], {})  # [1]
-    run = Run(case.plan, loss=case.loss, seed=case.seed, clip=case.clip, world=world)
+    shard = {field.name: getattr(case.shard, field.name) for field in fields(case.shard)}
+    run = Run(case.plan, loss=case.loss, seed=case.seed, clip=case.clip, world=world, **shard)
     is_foreign = _prepare(run, case)  # [2]
     with keeping_float64(case.plan.precision, is_foreign=is_foreign):
         candidates = [_observe(run, batch) for batch in case.batches]  # [3]
@@ -204,7 +205,7 @@ def _predict(findings: RankFindings, run: Run, case: Case) -> None:
     try:
         description = describe(model)
         adapt(model, description, None)
-        shapes = trace_shapes(model, description, call_of(run.objective, share))
+        shapes = trace_shapes(model, description, call_of(run.objective, share), case.shard)
     except ShoalError:
         if adapter_of(model) is None:
             raise

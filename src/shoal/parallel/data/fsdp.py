@@ -17,8 +17,7 @@ reduced at its end, as under zero=1, whatever the stage.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,16 +26,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shoal.blueprint.plan import Plan
+from shoal.comm.mesh import Mesh
 from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import is_fsdp
+from shoal.numerics.precision import Precision
+from shoal.parallel.data.fsdp_units import in_order
 from shoal.parallel.data.gradient_sync import GradientSync
 from shoal.parallel.data.parameter_use import ParameterUse
+from shoal.parallel.data.shard_policy import ShardPolicy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-
-DEFAULT_UNITS = 16
-"""Approximate number of units of a model without a description."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,26 @@ class Sharding:
     offloads_parameters: bool = False
     keeps_gathered: bool = False
     """Whether parameters stay gathered for a full step, as a pipeline needs it."""
+
+    @classmethod
+    def of(
+        cls, plan: Plan, mesh: Mesh, precision: Precision, axis: str, policy: ShardPolicy, *, uses_own_reducer: bool
+    ) -> Sharding | None:
+        """How a plan shards parameters along an axis; None: it does not, and none stay in host memory."""
+        offloads = plan.offload == "parameters" and mesh.device.type != "cpu"
+        if not plan.is_sharded and not (plan.zero and offloads):
+            return None
+        lower = precision.is_lower
+        axes = ("dp_replicate", axis) if plan.layout.dp_replicate > 1 and not uses_own_reducer else (axis,)
+        reduce_dtype = precision.wide_dtype if lower else None
+        return cls(
+            mesh=mesh.device_mesh(axes),
+            zero=plan.zero or 0,
+            compute_dtype=precision.compute_dtype if lower else None,
+            reduce_dtype=torch.bfloat16 if policy.reduce_dtype == "bf16" else reduce_dtype,
+            offloads_parameters=offloads,
+            keeps_gathered=plan.layout.pp > 1,
+        )
 
     def shard(self, module: nn.Module | list[nn.Module], *, is_last: bool = False) -> None:
         """Make one unit of a module, or of several that are used together. `is_last`: the forward ends and the backward
@@ -122,35 +143,23 @@ def _set(module: FSDPModule, *, is_last: bool, zero: int) -> None:
         setattr(module, "_last_set", wanted)  # noqa: B010  (an attribute of ours on a module of torch)
 
 
-def units_by_size(model: nn.Module, except_for: Iterable[nn.Module] = ()) -> Sequence[nn.Module]:
-    """Return submodules to make units of if the model does not name its blocks: the smallest ones that have at least a
-    sixteenth of the parameters not yet in a unit, children before parents. `except_for`: units already."""
-    enough = max(1, sum(parameter.numel() for parameter in model.parameters()) // DEFAULT_UNITS)
-    done = list(except_for)
-    taken = {parameter for module in done for parameter in module.parameters()}
-    shared = _shared(model)
-    units: list[nn.Module] = []
-    # torch's own attention reads the weights of its layers without calling them, so nothing would gather those.
-    hidden = {
-        inner for module in model.modules() if isinstance(module, nn.MultiheadAttention) for inner in module.children()
-    }
-    for module in reversed(list(model.modules())[1:]):  # `modules` lists parents before children
-        if module in hidden or module in done:
-            continue
-        if shared.intersection(module.parameters()):
-            continue  # shared parameters can only be in the unit that holds all their users: the full model
-        own = [parameter for parameter in module.parameters() if parameter not in taken]
-        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
-        if has_forward and sum(parameter.numel() for parameter in own) >= enough:
-            units.append(module)
-            taken.update(own)
-    return units
+def prefetch(root: nn.Module, policy: ShardPolicy) -> None:
+    """Let each unit gather some that come after it in the forward, and before it in the backward.
 
+        forward_prefetch=2:    root ─▶ 0 1    0 ─▶ 1 2    1 ─▶ 2 3    2 ─▶ 3
+        backward_prefetch=2:   root ─▶ 3 2    3 ─▶ 2 1    2 ─▶ 1 0    1 ─▶ 0
 
-def _shared(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that have more than one name."""
-    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-    return {parameter for parameter, number in uses.items() if number > 1}
+    The order is that of the modules, inner ones first. torch waits for a gather that came too early or too late.
+    """
+    if policy.forward_prefetch is None and policy.backward_prefetch is None:
+        return
+    *units, last = (module for module in in_order(root) if is_fsdp(module))
+    for place, unit in ((-1, last), *enumerate(units)):
+        if policy.forward_prefetch is not None:
+            unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + policy.forward_prefetch])
+        if policy.backward_prefetch is not None:
+            before = units if unit is last else units[:place]
+            unit.set_modules_to_backward_prefetch(before[: -policy.backward_prefetch - 1 : -1])
 
 
 def explain_ungathered(error: RuntimeError) -> None:

@@ -24,7 +24,8 @@ from shoal.blueprint.description import Description, Split, chains
 from shoal.blueprint.model_shapes import AttentionSite, DispatchSite, ModelShapes, RouterSite, TPBoundary
 from shoal.blueprint.placement import is_inside, split_of
 from shoal.parallel.context.attention import Attention
-from shoal.parallel.data.fsdp import units_by_size
+from shoal.parallel.data.fsdp_units import chosen_units
+from shoal.parallel.data.shard_policy import DEFAULT_SHARDING, ShardPolicy
 from shoal.parallel.expert.experts import Dispatch, Experts, experts_in
 from shoal.parallel.expert.router import Router, Routing
 from shoal.parallel.pipeline.calls import trace_calls
@@ -34,19 +35,20 @@ from shoal.parallel.pipeline.stage_io import live
 from shoal.parallel.tensor_parts.arguments import by_name, first_of, names_of
 
 
-def trace_shapes(model: nn.Module, description: Description, call: Call) -> ModelShapes:
+def trace_shapes(
+    model: nn.Module, description: Description, call: Call, shard: ShardPolicy = DEFAULT_SHARDING
+) -> ModelShapes:
     """Run a model once on meta tensors; return its shapes for predictions. The model itself may be on the meta device.
 
-    `call` has the positional and keyword arguments of the model for some samples, samples first.
+    `call` has the positional and keyword arguments of the model for some samples, samples first. `shard` decides the
+    units that are gathered.
     """
     skeleton = skeleton_of(model)
     trace = _trace(skeleton, description, call)
     seconds = {second for _, second in description.tied}
     named = {name: parameter for name, parameter in skeleton.named_parameters() if name not in seconds}
     has_blocks = bool(description.blocks)
-    by_size = () if has_blocks else units_by_size(skeleton)
-    beside_experts = () if has_blocks else units_by_size(skeleton, except_for=experts_in(skeleton).values())
-    names = {module: name for name, module in skeleton.named_modules()}
+    experts = experts_in(skeleton).values()
     return ModelShapes(
         description=description,
         parameters={name: tuple(parameter.shape) for name, parameter in named.items()},
@@ -58,8 +60,9 @@ def trace_shapes(model: nn.Module, description: Description, call: Call) -> Mode
         attentions=tuple(trace.attentions()),
         dispatches=tuple(trace.dispatches()),
         routers=tuple(trace.routers()),
-        units_by_size=tuple(names[module] for module in by_size),
-        units_beside_experts=tuple(names[module] for module in beside_experts),
+        units=chosen_units(skeleton, shard, has_blocks=has_blocks),
+        units_beside_experts=chosen_units(skeleton, shard, has_blocks=has_blocks, except_for=experts),
+        prefetched=shard.backward_prefetch or 1,
     )
 
 

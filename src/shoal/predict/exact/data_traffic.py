@@ -71,10 +71,10 @@ def _num_gathers(step: Step, part: StageShapes, unit: Unit) -> int:
 
 
 def _is_in_backward(step: Step, unit: Unit) -> bool:
-    """Whether the backward reaches a unit, or the one after it, for which FSDP2 prefetches this one."""
+    """Whether the backward reaches a unit, or one after it for which FSDP2 prefetches this one."""
     every = _units(step)
     place = next(i for i, (_, other, _) in enumerate(every) if other == unit)
-    reached = every if unit.is_root else every[: place + 2]
+    reached = every if unit.is_root else every[: place + 1 + step.shapes.prefetched]
     return any(step.shapes.trained(pieces) for _, _, pieces in reached)
 
 

@@ -1,4 +1,4 @@
-"""Continue a sequence of tokens, one at a time. The model computes the whole sequence for each, without a cache."""
+"""Continue a sequence of tokens, one at a time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.train.build_model import describe
+from shoal.train.inference.next_token import NextToken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +59,13 @@ class Continuation:
         device = next(self._model.parameters()).device
         generator = torch.Generator(device="cpu").manual_seed(self._sampling.seed)
         tokens = torch.tensor([self._prompt], device=device)
+        next_token = NextToken(self._model, self._name)
         self.stopped = "length"
         for _ in range(self._max_tokens):
             if self.longest is not None and tokens.shape[1] > self.longest:
                 self.stopped = "model length"
                 return
-            output = self._model(**{self._name: tokens})
-            logits: Tensor = getattr(output, "logits", output)[0, -1].float().cpu()
-            token = choose(logits, self._sampling, generator)
+            token = choose(next_token(tokens), self._sampling, generator)
             if token in self._end_tokens:
                 self.stopped = "end"
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from shoal.config.checks.settings import KEPT_BY_THE_PLANNER
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.observe.durable_write import write_whole
+from shoal.parallel.data.shard_policy import DEFAULT_SHARDING
 from shoal.planner.backtest.rows import append
 from shoal.planner.search import search
 from shoal.planner.suggestions import reject_contradictions, smallest_changes
@@ -87,7 +88,10 @@ def _suggestions(recipe: Recipe, task: Task) -> Iterator[str]:
 
 def append_measurement(recipe: Recipe, summary: Mapping[str, Any], path: Path) -> bool:
     """Append the run to a table that `shoal backtest` reads, and write `prediction.json` into its directory. A model
-    whose config lacks dimensions adds neither: then False."""
+    whose config lacks dimensions adds neither: then False. Nor does a run with settings that are not predicted: then
+    True."""
+    if unpredicted(recipe) is not None:
+        return True
     model = without_memory(lambda: build_model(recipe.model))
     dimensions = None if model is None else dimensions_of(model)
     if dimensions is None:
@@ -116,6 +120,14 @@ def append_measurement(recipe: Recipe, summary: Mapping[str, Any], path: Path) -
         },
     )  # fmt: skip
     return True
+
+
+def unpredicted(recipe: Recipe) -> str | None:
+    """The settings of shards that the planner does not know; None: it knows how the recipe is computed."""
+    comm, plan = recipe.comm, recipe.plan
+    names = [field.name for field in fields(DEFAULT_SHARDING)]
+    changed = [name for name in names if getattr(comm, name) != getattr(DEFAULT_SHARDING, name)]
+    return f"with comm.{' and comm.'.join(changed)}" if changed and plan.is_sharded else None
 
 
 def task_of(recipe: Recipe, workload: Workload, cluster: Cluster) -> Task:

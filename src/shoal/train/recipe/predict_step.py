@@ -14,7 +14,7 @@ from shoal.numerics.optim.groups import moments_of
 from shoal.observe.durable_write import write_whole
 from shoal.predict.cluster import GIB
 from shoal.train.build_model import build_model, describe, without_memory
-from shoal.train.recipe.auto_plan import cluster_for, task_of, workload_for
+from shoal.train.recipe.auto_plan import cluster_for, task_of, unpredicted, workload_for
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,7 +29,7 @@ def predict_step(recipe: Recipe) -> dict[str, Any]:
     parameters, trained_parameters  counted
     memory                          bytes on the fullest rank at its fullest moment, by cause: predicted
     flops                           floating-point operations of a step on all ranks, without recomputation: predicted
-    not_predicted                   why memory and flops are missing
+    not_predicted                   why memory, or memory and flops, are missing
     """
     model = without_memory(lambda: build_model(recipe.model))
     if model is None:
@@ -49,6 +49,8 @@ def write_prediction(recipe: Recipe, directory: Path) -> None:
     """Write what the planner predicts of a run into its directory, for its page. Raises where it predicts nothing."""
     model = without_memory(lambda: build_model(recipe.model))
     assert model is not None, "the model cannot be built on the meta device"
+    if unpredicted(recipe) is not None:
+        return
     task = task_for(recipe, model)
     found = task.predict(recipe.plan)
     figures = {"step_seconds": found.time.total, "memory_gib": found.memory.total / GIB}
@@ -68,7 +70,9 @@ def task_for(recipe: Recipe, model: nn.Module, cluster: Cluster | None = None) -
 
 def _predicted(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
     task = task_for(recipe, model)
+    flops = round(task.workload.flops_per_token(task.sequence) * task.sequence * task.global_batch)
+    if (what := unpredicted(recipe)) is not None:
+        return {"flops": flops, "not_predicted": what}
     found = task.memory(recipe.plan)
     by_cause = {cause: round(size) for cause, size in asdict(found).items() if cause != "stage" and size >= 1}
-    flops = task.workload.flops_per_token(task.sequence) * task.sequence * task.global_batch
-    return {"memory": {**by_cause, "total": round(found.total)}, "flops": round(flops)}
+    return {"memory": {**by_cause, "total": round(found.total)}, "flops": flops}

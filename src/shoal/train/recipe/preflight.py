@@ -182,7 +182,7 @@ def _check_model(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset | N
     if recipe.optim.name == "muon":
         found += check_matrices(model, description.blocks)
     policies = Policies.of(**settings_of(recipe))
-    return [*found.problems, *check_model(model, plan, description, policies.compute, policies.sync)]
+    return [*found.problems, *check_model(model, plan, description, policies)]
 
 
 def first_call(model: nn.Module, data: Dataset | None) -> Call | None:

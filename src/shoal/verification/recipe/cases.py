@@ -18,11 +18,19 @@ from shoal.data.mixture import batch_ids
 from shoal.data.order import sample_ids
 from shoal.data.sources.open import open_datasets
 from shoal.errors import Findings, Problem, raise_if
+from shoal.parallel.data.shard_policy import ShardPolicy
 from shoal.train.build_model import adapter_of, build_model, describe, without_memory
 from shoal.train.model_prefix import function_for
 from shoal.train.recipe.preflight import as_trained, check_sizes, check_task
 from shoal.train.recipe.saving.start_weights import with_dimensions
-from shoal.verification.api import LR_OF_OTHERS, check_built, num_tokens, reject_uncallable, with_blocks
+from shoal.verification.api import (
+    LR_OF_OTHERS,
+    VERIFIED_SHARDING,
+    check_built,
+    num_tokens,
+    reject_uncallable,
+    with_blocks,
+)
 from shoal.verification.case import Case, in_precision, replaced_precision
 from shoal.verification.compression_error import without_compression
 from shoal.verification.options import TOLERANCES, RecipeSettings, check_verified_recipe
@@ -56,7 +64,8 @@ def case_of(recipe: Recipe, world_size: int, settings: RecipeSettings) -> Case:
         device=device,
         tolerance=TOLERANCES[plan.precision] if settings.tolerance is None else settings.tolerance,
         replaced=replaced_precision(requested, plan),
-        not_verified=tuple(_not_verified(recipe)),
+        shard=_sharding_of(recipe, is_small=datasets is None),
+        not_verified=tuple(_not_verified(recipe, is_small=datasets is None)),
     )
     reject_uncallable(case)
     return case
@@ -110,7 +119,13 @@ def _builder(section: ModelSection, datasets: tuple[Dataset, Dataset] | None, pl
     return functools.partial(with_blocks, build, two, None, plan.pp)
 
 
-def _not_verified(recipe: Recipe) -> Iterator[str]:
+def _sharding_of(recipe: Recipe, *, is_small: bool) -> ShardPolicy:
+    """The units of a recipe. A small copy of its model has none of that size."""
+    names = [name for name in VERIFIED_SHARDING if not (is_small and name == "wrap_min_params")]
+    return ShardPolicy(**{name: getattr(recipe.comm, name) for name in names})
+
+
+def _not_verified(recipe: Recipe, *, is_small: bool) -> Iterator[str]:
     """Settings for speed that the recipe changes and a verification ignores, which the user must know."""
     settings, defaults = recipe.model_dump(), Recipe().model_dump()
     for key in (
@@ -121,6 +136,8 @@ def _not_verified(recipe: Recipe) -> Iterator[str]:
         "run.recompute_swiglu",
         "run.sync_batch_norm",
         "optim.state_dtype",
+        "comm.reduce_dtype",
+        *(["comm.wrap_min_params"] if is_small else []),
     ):
         section, _, name = key.partition(".")
         if (value := settings[section][name]) != defaults[section][name]:
