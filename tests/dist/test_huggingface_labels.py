@@ -260,3 +260,46 @@ def test_what_is_computed_from_one_token_is_rejected_under_cp() -> None:
     assert "computes logits from some tokens" in describe(build("bert sequence")).why_not["cp"]
     assert "cp" not in describe(build("bert tokens")).why_not
     assert "cp" not in describe(build("bert mlm")).why_not
+
+
+class Around(nn.Module):
+    """A module of a user's own around a language model: it passes on what it gets, or no labels, or changes logits."""
+
+    def __init__(self, inner: nn.Module, way: str) -> None:
+        super().__init__()
+        self.inner, self.way = inner, way
+        if way == "no labels":
+            self.forward = self.without_labels  # type: ignore[method-assign]
+
+    def forward(self, **batch: Any) -> Any:
+        output = self.inner(**batch)
+        if self.way == "other logits":
+            output.logits = output.logits * 9.0
+        return output
+
+    def without_labels(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+def loss_around(way: str, whole: dict[str, Tensor]) -> float:
+    model = Around(build("llama").float(), way)
+    with Run("fp32 mb=2", device="cpu") as run:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        return run.step(whole).item()
+
+
+def test_a_model_inside_of_another_keeps_its_convention() -> None:
+    """A forward that takes **batch got no labels, and learned to copy its tokens."""
+    whole = batch("llama")
+    theirs = build("llama").float()(**whole).loss.item()
+    assert loss_around("passes all", whole) == pytest.approx(theirs, rel=1e-6)
+    with rejects("T015", "labels=None"):
+        loss_around("no labels", whole)
+    shifted_by_hand = {**whole, "labels": F.pad(whole["labels"][:, 1:], (0, 1), value=-100)}
+    assert loss_around("no labels", shifted_by_hand) == pytest.approx(theirs, rel=1e-6)
+
+
+def test_the_loss_of_other_logits_is_rejected() -> None:
+    """Its targets are the labels, so it was taken for the loss of the logits that are returned."""
+    with rejects("T014", "the logits that it returns"):
+        loss_around("other logits", batch("llama"))

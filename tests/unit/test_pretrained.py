@@ -219,3 +219,21 @@ def test_a_task_without_data_is_rejected(tmp_path: Path) -> None:
     recipe = Recipe.model_validate({"model": {"name": f"hf:{tmp_path}"}, "data": {"source": "synthetic"}})
     with rejects("M079", "BertForMaskedLM"):
         preflight(recipe, 1)
+
+
+def test_a_class_of_the_folders_own_code_is_not_replaced_by_that_of_its_model_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain llama was trained, without what the folder's code adds to it."""
+    saved(tmp_path, "llama tied")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["Mine"], "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "mine.py").write_text("import transformers\nclass Mine(transformers.LlamaForCausalLM): pass\n")
+    with rejects("M072", "Mine", "trust_remote_code"):
+        build_model(ModelSection(name=f"hf:{tmp_path}"))
+    cache = str(tmp_path / "modules")
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
+    monkeypatch.syspath_prepend(cache)
+    model = build_model(ModelSection(name=f"hf:{tmp_path}", trust_remote_code=True))
+    assert type(model).__mro__[1].__name__ == "Mine"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -154,14 +157,20 @@ def test_taken_directly_every_sample_comes_once_and_none_stands_in() -> None:
     assert not any(rank.is_iterated_directly for rank in ranks)
 
 
+DRAWS = {"torch": lambda: torch.rand(1).item(), "numpy": np.random.rand, "random": random.random}
+
+
 class Noisy(Dataset[Any]):
     """Samples that are augmented when they are read."""
+
+    def __init__(self, generator: str = "torch") -> None:
+        self.draw = DRAWS[generator]
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.rand(())
+        return torch.tensor(self.draw())
 
 
 def test_every_rank_augments_in_its_own_way() -> None:
@@ -169,3 +178,81 @@ def test_every_rank_augments_in_its_own_way() -> None:
         [share.batch.tolist() for share in rank.shares()] for rank in sharded(DataLoader(Noisy(), batch_size=4), 2)
     )
     assert first != second
+
+
+def read_after_other_draws(loader: ShardedDataLoader, rank: int) -> list[list[float]]:
+    """The batches of a rank whose step draws numbers of its own, as a stage of a pipeline does."""
+    found = []
+    for share in loader.shares():
+        found.append(share.batch.tolist())
+        torch.manual_seed(rank)
+        np.random.seed(rank)
+        random.seed(rank)
+    return found
+
+
+@pytest.mark.parametrize("generator", DRAWS)
+def test_ranks_that_share_samples_augment_them_alike(generator: str) -> None:
+    """The first stage of a pipeline had other inputs than the last one had labels for, from the second batch on; with
+    numpy and `random` from the first one."""
+    whole = DataLoader(Noisy(generator), batch_size=4)
+    stages = [ShardedDataLoader(whole, seed=3, coordinate=0, degree=1) for _ in range(2)]
+    first, second = (read_after_other_draws(one, rank) for rank, one in enumerate(stages))
+    assert first == second
+    assert len({number for batch in first for number in batch}) == 8
+    resumed = ShardedDataLoader(whole, seed=3, coordinate=0, degree=1)
+    resumed.position = (0, 1)
+    assert read_after_other_draws(resumed, 2) == first[1:]
+
+
+def test_generators_of_the_script_are_left_as_they_were() -> None:
+    np.random.seed(5)
+    random.seed(5)
+    expected = np.random.rand(), random.random()
+    np.random.seed(5)
+    random.seed(5)
+    epoch_of(sharded(DataLoader(NUMBERS, batch_size=4, sampler=Shuffled("numpy")), 2))
+    assert (np.random.rand(), random.random()) == expected
+
+
+class Shuffled(Sampler[int]):
+    """An order of its own, drawn at once or sample by sample."""
+
+    def __init__(self, generator: str) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator == "numpy":
+            yield from np.random.permutation(10).tolist()
+        elif self.generator == "random":
+            yield from random.sample(range(10), 10)
+        else:
+            yield from (int(torch.randint(10, ())) for _ in range(10))
+
+
+@pytest.mark.parametrize("generator", DRAWS)
+def test_a_sampler_that_draws_from_any_generator_gives_the_same_batches_on_every_rank(generator: str) -> None:
+    """Ranks took their rows of different batches: samples were lost, and others came twice."""
+    loader = DataLoader(NUMBERS, batch_size=4, sampler=Shuffled(generator))
+    ranks = [[*rank_of(loader, number, 2)] for number in range(2)]
+    assert [[*first, *second] for first, second in zip(*ranks, strict=True)] == [*rank_of(loader, 7, 1)]
+
+
+def rank_of(loader: DataLoader[Any], number: int, degree: int) -> Iterator[list[int]]:
+    random.seed(number)
+    np.random.seed(number)
+    for share in ShardedDataLoader(loader, seed=3, coordinate=number % degree, degree=degree).shares():
+        yield counted(share)
+        torch.manual_seed(number)
+
+
+def test_a_subclass_of_a_sampler_keeps_its_order() -> None:
+    class Backwards(RandomSampler):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(9, -1, -1))
+
+    steps = epoch_of(sharded(DataLoader(NUMBERS, batch_size=4, sampler=Backwards(NUMBERS)), 2))
+    assert [*chain(*global_batches(steps))] == list(range(9, -1, -1))

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from shoal.data.batch import length, rows
+from shoal.data.draws import drawing_at, drawn_at
 from shoal.data.order import sample_ids, share
 from shoal.errors import ShoalError
 from shoal.hash_rng import hashed_number
@@ -116,7 +117,7 @@ class ShardedDataLoader:
         loader = self.loader
         is_stream = isinstance(loader.dataset, IterableDataset)
         samples = len(loader.dataset) if not is_stream else None  # type: ignore[arg-type]
-        shuffled, in_order = isinstance(loader.sampler, RandomSampler), isinstance(loader.sampler, SequentialSampler)
+        shuffled, in_order = type(loader.sampler) is RandomSampler, type(loader.sampler) is SequentialSampler
         order = "shuffled" if shuffled else "as numbered" if in_order else "of its own"
         return {
             "batch_size": loader.batch_size,
@@ -127,7 +128,7 @@ class ShardedDataLoader:
 
     def _by_index(self, epoch: int, first: int) -> Iterator[Share]:
         """Load only this rank's samples, from batch `first` on."""
-        torch.manual_seed(hashed_number(self.seed, epoch, self.coordinate))  # augmentation differs between ranks
+        torch.manual_seed(hashed_number(self.seed, epoch, self.coordinate))  # for what a loop of the script's draws
         size = len(self.loader.dataset)  # type: ignore[arg-type]
         shuffled = isinstance(self.loader.sampler, RandomSampler)
         order = sample_ids(self.seed, size, epoch * size, size) if shuffled else np.arange(size)
@@ -138,13 +139,18 @@ class ShardedDataLoader:
         mine = [batch[place] for batch, place in zip(batches, places, strict=True)]
         # A rank must take part in every step; without a sample of its own, it computes one with weight 0.
         filled = [ids if len(ids) else batch[:1] for ids, batch in zip(mine, batches, strict=True)]
-        for place, ids, batch in zip(places, batches, _with_batches(self.loader, filled), strict=True):
+        drawn_by = (self.seed, epoch, self.coordinate)  # augmentation differs between ranks that have other samples
+        with drawing_at(*drawn_by):  # seeds for workers
+            loaded = iter(_with_batches(self.loader, filled))
+        for place, ids, batch in zip(places, batches, drawn_at(loaded, *drawn_by, first=first), strict=True):
             yield self._share(batch, place, len(ids))
 
     def _by_slicing(self, epoch: int, first: int) -> Iterator[Share]:
         """Load all samples and take this rank's rows, for streams and a user's own samplers."""
-        torch.manual_seed(hashed_number(self.seed, epoch))  # the same draws on every rank
-        for batch in itertools.islice(self.loader, first, None):
+        torch.manual_seed(hashed_number(self.seed, epoch))
+        with drawing_at(self.seed, epoch):  # seeds for workers
+            loaded = iter(self.loader)
+        for batch in itertools.islice(drawn_at(loaded, self.seed, epoch), first, None):  # the same on every rank
             place = share(length(batch), self.coordinate, self.degree)
             counts = place.stop > place.start
             mine = rows(batch, place.start, place.stop) if counts else rows(batch, 0, 1)
@@ -164,9 +170,9 @@ def _can_be_indexed(loader: DataLoader[Any]) -> bool:
     """Whether shoal may decide its order: every sample once, shuffled or not."""
     if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return False
-    if isinstance(loader.sampler, RandomSampler):
+    if type(loader.sampler) is RandomSampler:  # a subclass may have an order of its own
         return not loader.sampler.replacement and loader.sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
-    return isinstance(loader.sampler, SequentialSampler)
+    return type(loader.sampler) is SequentialSampler
 
 
 def _with_batches(loader: DataLoader[Any], batches: list[np.ndarray[Any, Any]]) -> DataLoader[Any]:

@@ -69,6 +69,7 @@ def check_model(model: nn.Module, plan: Plan, description: Description, policies
         *_ties_that_break(model, plan, description),
         *(_unshared_batch_norm(model, plan) if compute.sync_batch_norm else ()),
         *_unused_with_shards(plan, finds_unused=policies.sync.find_unused_parameters),
+        *_scalars_with_shards(model, plan),
         *_no_layer_for_fp8(model, plan, description, compute.fp8_min_features),
         *(_not_fused(model, plan, description) if compute.fused_loss else ()),
         *check_units(
@@ -111,6 +112,16 @@ def _unused_with_shards(plan: Plan, *, finds_unused: bool) -> Iterator[Problem]:
             "P059",
             "find_unused_parameters needs replicas with full parameters, got shards: all ranks reduce every gradient",
             f"zero=0 instead of zero={plan.zero}, or a forward that uses the same parameters on every rank",
+        )
+
+
+def _scalars_with_shards(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
+    if scalars and plan.is_sharded:
+        yield Problem(
+            "M150",
+            f"under zero={plan.zero} every parameter must have a dim to cut, got {', '.join(scalars[:4])} of shape ()",
+            "nn.Parameter(torch.ones(1)) in place of torch.ones(()), or zero=0",
         )
 
 

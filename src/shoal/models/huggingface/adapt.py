@@ -16,6 +16,7 @@ from shoal.errors import ShoalError
 from shoal.models.huggingface import attention, experts
 from shoal.models.huggingface.fast import swap_layers
 from shoal.models.huggingface.label_shift import shift_of
+from shoal.models.huggingface.long_rope import pass_last_position
 from shoal.parallel.context.attention import positions_in_documents
 
 MARK = "_is_adapted_for_shoal"
@@ -40,6 +41,8 @@ def adapt(model: Any, description: Description, plan: Plan | None, *, fused: boo
     if is_able and (divides or (is_fused and before == "sdpa")):
         attention.install(model)
     context = 1 if plan is None else plan.layout.cp
+    if context > 1:
+        pass_last_position(model, context)
     takes = inspect.signature(model.forward).parameters
     inputs = Inputs(
         takes_cache="use_cache" in takes,

@@ -26,6 +26,7 @@ from shoal.blueprint.description import Description, Split, matches
 from shoal.blueprint.placement import is_inside
 from shoal.models.huggingface.attention import has_interface
 from shoal.models.huggingface.logits import LogitRule, logit_rule
+from shoal.models.huggingface.long_rope import REMEMBERS, rotary_of
 from shoal.models.huggingface.modules import attentions, experts_in, mixes_tokens, name_of, pattern_of
 from shoal.models.huggingface.order import Order, order_of
 from shoal.models.huggingface.pooled import pooled_output
@@ -130,6 +131,9 @@ def _why_not(model: Any, order: Order) -> Iterator[tuple[str, str]]:
         yield "pp", f"{kind} {order.why_not}"
         if order.blocks and not order.before:  # what is around the blocks has no place
             yield "tp", f"{kind} {order.why_not}"
+    remembering = next((name for name, _ in rotary_of(model, REMEMBERS)), None)
+    if remembering is not None:
+        yield "pp", f"{kind} compares the length of each sequence with the longest one that {remembering} has seen"
     if not is_pair and not order.uncalled and (why := _why_not_context(model, order)) is not None:
         yield "cp", f"{kind} {why}"
 

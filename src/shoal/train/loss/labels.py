@@ -28,6 +28,8 @@ ROUTER_LOSS = (
     "        return model(**batch).loss * count, count"
 )
 """What to type for a model that adds a loss of its routers."""
+ROUGHLY, ROUNDED = 1e-3, 2e-2
+"""Relative differences of one loss, computed twice; those of 16 bits are rounded to 0.004."""
 _SAME = ("ToCopyBackward", "CloneBackward", "AliasBackward", "ViewBackward")
 
 
@@ -41,8 +43,15 @@ def shifted(labels: Tensor) -> Tensor:
 
 
 def takes_labels(model: nn.Module) -> bool:
-    """Whether `forward` has an argument `labels`."""
-    return "labels" in _parameters(model)
+    """Whether `forward` has an argument `labels`, or takes any and may pass it to a module inside that has."""
+    parameters = _parameters(model)
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return "labels" in parameters or (takes_any and holds_other(model))
+
+
+def holds_other(model: nn.Module) -> bool:
+    """Whether a module inside has a convention for labels."""
+    return any("labels" in _parameters(module) for module in model.modules() if module is not model)
 
 
 def needs_labels(model: nn.Module) -> bool:
@@ -126,3 +135,32 @@ def reject_shifted_twice(inputs: Any, labels: Tensor) -> None:
                 fix="labels = input_ids.clone(), with -100 for what does not count",
                 code="T015",
             )
+
+
+def reject_copies(inputs: Any, labels: Tensor) -> None:
+    """Raise if labels are the tokens themselves, for a model around one whose own loss would shift them."""
+    counts = labels != IGNORE
+    is_varied = labels.dim() > 1 and labels[counts].unique().numel() > 1
+    for tokens in inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple) else [inputs]:
+        is_alike = isinstance(tokens, Tensor) and not tokens.is_floating_point() and tokens.shape == labels.shape
+        if is_alike and is_varied and bool((labels == tokens)[counts].all()):
+            raise ShoalError(
+                "the labels are the tokens at the same places, and the forward takes no labels, which the model inside"
+                " would shift: it would learn to copy",
+                fix="labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100); or"
+                " def forward(self, ..., labels=None), which returns the output of the model inside",
+                code="T015",
+            )
+
+
+def reject_other_logits(own: Tensor, recomputed: Tensor) -> None:
+    """Raise if a model's loss has the batch's labels for targets, and is not that of the logits that it returns."""
+    value, other = float(own.detach()), float(recomputed.detach())
+    tolerance = ROUGHLY if own.dtype.itemsize >= 4 else ROUNDED
+    if abs(value - other) > tolerance * max(abs(value), ROUNDED):
+        raise ShoalError(
+            f"the model's own loss of the first batch, {value:.6g}, must be the cross-entropy of the logits that it"
+            f" returns, got {other:.6g} for these",
+            fix=f"{OWN_LOSS}; or a forward that also returns the logits of its loss",
+            code="T014",
+        )

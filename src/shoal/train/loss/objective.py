@@ -27,7 +27,17 @@ from shoal.parallel.tensor import TensorParallel
 from shoal.safe_parsing import short
 from shoal.train.loss.call_recorder import CallRecorder, Unrecorded
 from shoal.train.loss.counting import Kind, Loss, kind_of, read_loss
-from shoal.train.loss.labels import OWN_LOSS, is_shifting, needs_labels, reject_shifted_twice, shifted, takes_labels
+from shoal.train.loss.labels import (
+    OWN_LOSS,
+    holds_other,
+    is_shifting,
+    needs_labels,
+    reject_copies,
+    reject_other_logits,
+    reject_shifted_twice,
+    shifted,
+    takes_labels,
+)
 from shoal.train.loss.vocabulary_loss import vocabulary_cross_entropy
 
 LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
@@ -52,12 +62,14 @@ class LabelRule:
     """Whether it needs them as an argument, although its own loss is not used."""
     is_shifted: bool | None = False
     """Whether it compares logits with the next token's label; None: not known before its first batch."""
+    hides_other: bool = False
+    """Whether a module inside of it takes labels, and its own forward does not pass them on."""
 
     @classmethod
     def of(cls, model: nn.Module) -> LabelRule:
         """The rule of a model. If it takes labels, only its first batch shows whether it shifts them."""
         if not takes_labels(model):
-            return cls()
+            return cls(hides_other=holds_other(model))
         return cls(needs_labels(model), None)
 
 
@@ -133,7 +145,10 @@ class CrossEntropy:
         if is_shifted:
             reject_shifted_twice(_inputs(batch), labels)
             labels = shifted(labels)
-        return Loss(self._sum_of(logits, labels, None), Kind.PAIR, (labels != IGNORE).sum(), is_shifted)
+        total, count = self._sum_of(logits, labels, None), (labels != IGNORE).sum()
+        if count:
+            reject_other_logits(own, total / count)
+        return Loss(total, Kind.PAIR, count, is_shifted)
 
     def _sum_of(self, logits: Any, labels: Tensor, num_logits: int | None) -> Tensor:
         reject_shapes(logits, labels)
@@ -282,6 +297,11 @@ def _inputs(batch: Any) -> Any:
 def reject_next_tokens(batch: Any) -> None:
     """Raise if the labels of a batch, which will be shifted, are the next tokens already."""
     reject_shifted_twice(_inputs(batch), _labels(batch))
+
+
+def reject_copied_tokens(batch: Any) -> None:
+    """Raise if the labels of a batch, which will not be shifted, are its tokens."""
+    reject_copies(_inputs(batch), _labels(batch))
 
 
 def shifted_batch(batch: Any) -> Any:

@@ -13,7 +13,7 @@ from shoal.data.batch import length, parts, to_device
 from shoal.parallel.context.attention import is_cut, mark_cut
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.train.checks import reject_arguments, reject_batch, reject_direct_loop
-from shoal.train.loss.objective import CrossEntropy, reject_next_tokens
+from shoal.train.loss.objective import CrossEntropy, reject_copied_tokens, reject_next_tokens
 from shoal.train.run_state import RunState
 from shoal.train.step.report import Counted, OpenStep
 
@@ -43,6 +43,8 @@ def open_step(
     shifts = state.shifts_labels or (isinstance(objective, CrossEntropy) and objective.rule.is_shifted)
     if shifts and state.unchecked_forward is not None and not is_cut(batch):
         reject_next_tokens(batch)
+    if isinstance(objective, CrossEntropy) and objective.rule.hides_other and state.unchecked_forward is not None:
+        reject_copied_tokens(batch)
     batch = state.own_tokens(batch)
     if isinstance(objective, CrossEntropy):
         if state.unchecked_forward is not None:

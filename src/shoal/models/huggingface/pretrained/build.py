@@ -11,7 +11,7 @@ without parameters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,7 @@ def _config(folder: Path, changes: dict[str, Any], *, trusts: bool) -> Any:
     transformers = needs("transformers", what="a model of transformers", extra="hf")
     said = config_of(folder)
     kind = said.get("model_type")
-    known = kind in transformers.CONFIG_MAPPING
+    known = kind in transformers.CONFIG_MAPPING and not (trusts and _has_own_class(said, transformers))
     if not known and not trusts:
         raise _needs_code(folder, said, f"has the model_type {str(kind)[:80]!r}, which transformers does not know")
     try:
@@ -101,6 +101,13 @@ def _config(folder: Path, changes: dict[str, Any], *, trusts: bool) -> Any:
     for key, value in changes.items():
         setattr(config, key, value)
     return config
+
+
+def _has_own_class(said: Mapping[str, Any], transformers: Any) -> bool:
+    """Whether the class of the model is in the folder's code, and not in transformers."""
+    own, names = said.get("auto_map"), said.get("architectures")
+    is_known = isinstance(names, list) and any(isinstance(name, str) and hasattr(transformers, name) for name in names)
+    return isinstance(own, dict) and "AutoModelForCausalLM" in own and not is_known
 
 
 def _check_keys(folder: Path, changes: dict[str, Any], known: dict[str, Any]) -> None:
@@ -130,6 +137,9 @@ def _construct(folder: Path, config: Any, *, trusts: bool) -> Any:
             is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
             if is_model and kind.config_class is type(config):
                 return kind(copy.deepcopy(config))
+        if not trusts and _has_own_class(said := config.to_dict(), transformers):
+            # transformers would build its own class of this model_type, without what the folder's code adds
+            raise _needs_code(folder, said, f"names the class {listed(names or ['?'])}, which transformers has not")
         return transformers.AutoModelForCausalLM.from_config(
             copy.deepcopy(config), trust_remote_code=trusts, dtype=torch.float32
         )
