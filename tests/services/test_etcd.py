@@ -22,7 +22,8 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.launch.hosts.etcd.client import Etcd
-from shoal.launch.hosts.etcd.leadership import Leadership, LostLead
+from shoal.launch.hosts.etcd.leadership import RENEWAL, Leadership, LostLead, Watch
+from shoal.launch.hosts.lease import TAKEOVER
 from tests.cli.host import enter_network
 from tests.cli.test_hosts import ip
 from tests.cli.test_lost_host import SLOW
@@ -206,12 +207,14 @@ def test_a_coordinator_that_was_stopped_comes_back_and_is_rejected(etcd: None, t
     while max(steps(second, tmp_path), default=0) < 5:
         assert time.monotonic() < deadline, {each: said(each, tmp_path)[-3000:] for each in NAMES}
         time.sleep(0.05)
+    assert "the coordinator is lost" not in said(second, tmp_path)
     found = subprocess.run(["ip", "netns", "pids", first], check=True, capture_output=True, text=True).stdout.split()
     sleeping = [int(pid) for pid in found if b"shoal" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert stopped.pid in sleeping
     for pid in sleeping:
         os.kill(pid, signal.SIGSTOP)
     wait_for("taking over generation 0 of hosts 10.76.0.2", third, tmp_path)
+    assert "the coordinator is lost; the workers here were ended" in said(second, tmp_path)
     known = max(steps(second, tmp_path))
     while max(steps(second, tmp_path)) < known + 5:
         assert time.monotonic() < deadline + 60, {each: said(each, tmp_path)[-3000:] for each in NAMES}
@@ -245,21 +248,74 @@ def test_one_leads_and_one_that_is_cut_off_stops_before_another_one_begins(etcd:
         _check_leads()
 
 
-def _check_leads() -> None:
+def test_a_leader_that_was_stopped_writes_nothing_when_it_wakes_up(etcd: None, tmp_path: Path) -> None:
+    """It is stopped at any moment: mostly while it writes."""
+    ip("-n", SWITCH, "address", "add", "10.76.0.9/24", "dev", "switch")
+    with within(SWITCH):
+        two = Leadership(_ready(), b"k" * 32)
+        script = tmp_path / "writer.py"
+        script.write_text(WRITER)
+        command = [sys.executable, str(script), URL]
+        writer = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(SOURCE)}, stdout=subprocess.PIPE)
+        STARTED.append(writer)
+        assert writer.stdout is not None
+        deadline = time.monotonic() + 20
+        while two.state().get("number", 0) < 20:
+            assert time.monotonic() < deadline
+        writer.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert two.wait_to_lead(("10.76.0.2", 2), lambda text: None, lambda: None)
+        assert TAKEOVER - RENEWAL < time.monotonic() - began < TAKEOVER + 2
+        two.write({"number": 0, "of": "two"})
+        writer.send_signal(signal.SIGCONT)
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            two.renew()
+            assert two.state() == {"number": 0, "of": "two"}
+        printed, _ = writer.communicate(timeout=20)
+        assert (writer.returncode, b"N095" in printed) == (0, True)
+
+
+WRITER = """
+import sys, time
+from shoal.launch.hosts.etcd.client import Etcd
+from shoal.launch.hosts.etcd.leadership import Leadership, LostLead
+leads = Leadership(Etcd.at(sys.argv[1]), b"k" * 32)
+assert leads.wait_to_lead(("10.76.0.1", 1), lambda text: None, lambda: None)
+try:
+    for number in range(1, 10**9):
+        leads.write({"number": number, "of": "one"})
+except LostLead as error:
+    print(error.codes)
+"""
+
+
+def _ready() -> Etcd:
     client = Etcd.at(URL)
     deadline = time.monotonic() + 20
     while not _answers(client):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    return client
+
+
+def _check_leads() -> None:
+    client = _ready()
     one, two, stranger = (Leadership(Etcd.at(URL), key) for key in (b"k" * 32, b"k" * 32, b"o" * 32))
     noted: list[str] = []
     assert one.wait_to_lead(("10.76.0.1", 1), noted.append, lambda: None)
-    assert two.address() == ("10.76.0.1", 1)
+    leader = two.look(Watch())
+    assert leader is not None
+    assert (leader["host"], leader["port"]) == ("10.76.0.1", 1)
     with rejects("N094", "was not written with the key"):
-        stranger.address()
+        stranger.look(Watch())
     one.write({"generation": 3})
     with pytest.raises(LostLead):
         two.write({"generation": 4})
+    late = client.read("/shoal/a-run/state")[0]
+    one.write({"generation": 3, "num_saved": 7})
+    assert not one._change({"/shoal/a-run/state": b"late"}, {"/shoal/a-run/state": late.revision})
+    assert one.state() == {"generation": 3, "num_saved": 7}
     one.etcd.endpoints = [("10.76.0.99", 2379)]  # cut off
     began = time.monotonic()
     with pytest.raises(LostLead):
@@ -268,10 +324,10 @@ def _check_leads() -> None:
     assert two.wait_to_lead(("10.76.0.2", 2), noted.append, lambda: None)
     assert time.monotonic() - began > stopped
     assert noted == ["the coordinator at 10.76.0.1:1 leads; this one waits to take over"]
-    assert two.state() == {"generation": 3}
+    assert two.state() == {"generation": 3, "num_saved": 7}
     two.end(has_ended=True)
     assert two.state()["has_ended"]
-    assert two.address() is None
+    assert two.look(Watch()) is None
 
 
 def _renew_for_ever(leadership: Leadership) -> None:
@@ -282,7 +338,7 @@ def _renew_for_ever(leadership: Leadership) -> None:
 
 def _answers(client: Etcd) -> bool:
     with contextlib.suppress(Exception):
-        client.grant(1)
+        client.read("any")
         return True
     return False
 

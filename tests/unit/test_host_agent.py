@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import pytest
 
 from shoal.errors import Problem, RunFailed
 from shoal.launch.failure import Failure
-from shoal.launch.hosts.agent.loop import Agent
+from shoal.launch.hosts import lease
+from shoal.launch.hosts.agent.loop import Agent, Silent
 from shoal.launch.hosts.agent.runner import HostGroup
+from shoal.launch.hosts.lease import LEASE, Lease, boottime
 from shoal.launch.hosts.messages import Channel
 from shoal.launch.hosts.reports import MOST_REPORT, encoded, error_from, plain_error
 from shoal.launch.worker import saved_path
@@ -87,6 +90,47 @@ def test_an_agent_passes_a_hang_up_on_as_a_stop(
     assert not agent.runner.has_reported  # else its sudden end would not be reported
     agent._obey({"do": "signal", "number": int(signal.SIGHUP)})
     assert sleepers[1].wait(5) == -signal.SIGTERM
+
+
+def test_no_worker_starts_at_the_order_of_a_leader_that_was_asleep(
+    played: tuple[Agent, socket.socket, Channel], sleepers: list[subprocess.Popen[bytes]]
+) -> None:
+    agent, template, _ = played
+    template.setblocking(False)
+    agent.lease = Lease()
+    with pytest.raises(Silent):
+        agent._obey({"do": "start", "generation": 1})
+    agent._obey({"do": "leads", "at": boottime() - LEASE})
+    with pytest.raises(Silent):
+        agent._obey({"do": "start", "generation": 1})
+    with pytest.raises(BlockingIOError):
+        template.recv(1)
+    agent._obey({"do": "leads", "at": boottime()})
+    agent._obey({"do": "start", "generation": 1})
+    assert json.loads(template.recv(1000))["do"] == "start"
+
+
+@pytest.mark.parametrize("has_workers", [False, True])
+def test_an_agent_leaves_a_leader_that_is_asleep(
+    played: tuple[Agent, socket.socket, Channel],
+    sleepers: list[subprocess.Popen[bytes]],
+    has_workers: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lease, "LEASE", 0.4)
+    agent, template, _ = played
+    agent.lease = Lease()
+    agent._obey({"do": "leads", "at": boottime()})
+    if has_workers:
+        agent._obey({"do": "start", "generation": 1})
+        say(template, agent, say="started", pid=sleepers[1].pid)
+    assert agent.channel is not None
+    began = time.monotonic()
+    with pytest.raises(Silent):  # its host answers, as the other end of this connection does
+        agent.serve(agent.channel)
+    assert 0.3 < time.monotonic() - began < 2.5  # without a lease after 3 s
+    agent.lose_coordinator()
+    assert not has_workers or sleepers[1].wait(5) == -signal.SIGKILL
 
 
 def test_workers_report_each_saved_step_and_no_limit_that_did_not_hold(

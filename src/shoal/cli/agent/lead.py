@@ -14,6 +14,7 @@ from shoal.launch.hosts.coordinator import Coordinator
 from shoal.launch.hosts.etcd.client import Etcd
 from shoal.launch.hosts.etcd.leadership import Leadership, LostLead
 from shoal.launch.hosts.generation import Job
+from shoal.launch.hosts.messages import Message
 from shoal.launch.hosts.ssh import NOBODY
 
 
@@ -46,8 +47,17 @@ def lead(
 def _led(leadership: Leadership, coordinator: Coordinator, train: Callable[..., Any]) -> Any:
     """Lead the run: from the last generation that was recorded, if it has not ended."""
     has_ended = True
-    coordinator.members.each_turn = leadership.renew
-    coordinator.record = leadership.write
+    members = coordinator.members
+
+    def renew() -> None:
+        if leadership.renew():
+            members.confirm_lead()
+
+    def record(state: Message) -> None:
+        leadership.write(state)
+        members.confirm_lead()
+
+    members.each_turn, coordinator.record = renew, record
     try:
         state = leadership.state()
         if state and not state.get("has_ended"):

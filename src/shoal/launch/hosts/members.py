@@ -38,6 +38,8 @@ class Member:
     """None: it has not joined, or is lost."""
     lost_at: float = 0.0
     address: str = ""
+    beat_at: float = 0.0
+    """The moment of its last heartbeat, by the clock of its host."""
     is_left_out: bool = False
     """Whether it cannot run the job, so that the others continue without it until its agent joins again."""
     lines: dict[int, Lines] = field(default_factory=lambda: {1: Lines(), 2: Lines()})
@@ -98,6 +100,11 @@ class Members:
                 with contextlib.suppress(Ended):
                     member.channel.send(message)
 
+    def confirm_lead(self) -> None:
+        """Report to each agent that this coordinator has led since its last heartbeat was read."""
+        for member in self.present:
+            self.send([member], {"do": "leads", "at": member.beat_at})
+
     def turn(self, seconds: float = TURN) -> list[Event]:
         """Wait a moment, and return what has happened."""
         self.each_turn()
@@ -156,6 +163,8 @@ class Members:
         for message in messages:
             if message.get("say") == "output":
                 self._show(member, int(message["stream"]), str(message["text"]))
+            elif message.get("say") == "beat":
+                member.beat_at = float(message["at"])
             elif message.get("say") in ("ended", "stopped"):
                 self._show_rest(member)
         return [(member, message) for message in messages if message.get("say") not in ("beat", "output")]
@@ -222,6 +231,7 @@ class Members:
             return []
         events = [self._replace(member, address)] if member.is_here else []
         member.channel, member.address, member.is_left_out = channel, address, False
+        member.beat_at = float(hello.get("at", 0.0))
         return [*events, (member, {**hello, "say": "joined"})]
 
     def _replace(self, member: Member, address: str) -> Event:

@@ -11,7 +11,8 @@ from shoal.launch.hosts.agent.join import SECONDS_TO_REJOIN, join, serve, servin
 from shoal.launch.hosts.agent.loop import Silent
 from shoal.launch.hosts.agent.template import Prepare
 from shoal.launch.hosts.etcd.client import Unreachable
-from shoal.launch.hosts.etcd.leadership import POLL, Leadership
+from shoal.launch.hosts.etcd.leadership import POLL, Leadership, Watch
+from shoal.launch.hosts.lease import Lease
 from shoal.launch.hosts.messages import Channel, Ended
 
 RETRY = 2.0
@@ -24,6 +25,7 @@ def follow(leadership: Leadership, key: Key, name: str, prepare: Prepare, *, wai
         channel = _joined(leadership, key, name, wait)
         while True:
             assert channel is not None
+            agent.lease = Lease()
             try:
                 return serve(agent, channel)
             except (Silent, Ended):
@@ -36,14 +38,19 @@ def follow(leadership: Leadership, key: Key, name: str, prepare: Prepare, *, wai
 
 
 def _joined(leadership: Leadership, key: Key, name: str, seconds: float, *, may_end: bool = False) -> Channel | None:
-    """Join the coordinator that leads, as soon as there is one. None: the run has ended."""
+    """Join the coordinator that leads, as soon as there is one. None: the run has ended.
+
+    A record that does not change may be that of a lost leader: to connect there would take seconds."""
     deadline, why = time.monotonic() + seconds, ""
     is_noted = False
     failed: tuple[tuple[str, int] | None, float] = None, 0.0
+    watch = Watch()
     while True:
         address = None
         try:
-            address = leadership.address()
+            leader = leadership.look(watch)
+            if leader is not None and watch.has_changed:
+                address = str(leader["host"]), int(leader["port"])
             if address is not None and (address != failed[0] or time.monotonic() > failed[1] + RETRY):
                 return join(address, key, name, seconds=0.0)
             if may_end and leadership.state().get("has_ended"):

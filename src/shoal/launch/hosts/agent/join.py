@@ -15,6 +15,7 @@ from shoal.comm.rendezvous.key import Key
 from shoal.errors import ShoalError
 from shoal.launch.hosts.agent.loop import Agent, Silent
 from shoal.launch.hosts.agent.template import Prepare
+from shoal.launch.hosts.lease import boottime
 from shoal.launch.hosts.messages import Channel, Ended, WrongKey, prove
 from shoal.launch.hosts.versions import facts
 from shoal.launch.stop_signals import STOP_SIGNALS
@@ -76,7 +77,7 @@ def join(
     while True:
         try:
             channel = _authenticated(address, key, timeout=max(1.0, deadline - time.monotonic()))
-            channel.send({"say": "hello", "name": name, **facts()})
+            channel.send({"say": "hello", "name": name, "at": boottime(), **facts()})
             return channel
         except WrongKey as error:
             raise ShoalError(

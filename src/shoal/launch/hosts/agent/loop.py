@@ -23,6 +23,7 @@ from shoal.errors import ShoalError
 from shoal.launch.hosts.agent import token_file
 from shoal.launch.hosts.agent.probe import Probe
 from shoal.launch.hosts.agent.template import Prepare, serve_orders
+from shoal.launch.hosts.lease import AGENT_BEAT, Lease, boottime
 from shoal.launch.hosts.lifetime import forked
 from shoal.launch.hosts.messages import BEAT, MOST, Channel, Message
 from shoal.launch.hosts.reports import error_from
@@ -38,7 +39,7 @@ MOST_UNSENT = 2**20
 
 
 class Silent(Exception):
-    """The host of the coordinator does not answer."""
+    """The host of the coordinator does not answer, or another coordinator may lead."""
 
 
 @dataclass(slots=True)
@@ -68,6 +69,8 @@ class Agent:
     """Descriptor of the output of template and workers → 1 for stdout, 2 for stderr."""
     runner: Runner | None = None
     probe: Probe = field(default_factory=Probe)
+    lease: Lease | None = None
+    """From the coordinator, if another one may take over; None: there is no other one."""
     signals: list[int] = field(default_factory=list)
     is_done: bool = False
     sent_away: ShoalError | None = None
@@ -84,12 +87,23 @@ class Agent:
             now = time.monotonic()
             stalled = now - last_turn if now - last_turn > 1.0 else 0.0  # this process was stopped, or got no processor
             last_turn = now
-            if channel.silence(stalled, PATIENCE):
+            if channel.silence(stalled, PATIENCE) or self._has_lost_lease:
                 raise Silent
             if now >= next_beat:
-                next_beat = now + BEAT
-                channel.send({"say": "beat"})
+                next_beat = now + (BEAT if self.lease is None else AGENT_BEAT)
+                channel.send({"say": "beat", "at": boottime()})
             self._turn()
+
+    @property
+    def _may_run(self) -> bool:
+        """Whether workers may run here: no other coordinator can have started some."""
+        return self.lease is None or self.lease.is_valid
+
+    @property
+    def _has_lost_lease(self) -> bool:
+        if self.lease is None:
+            return False
+        return self.lease.is_over if self.runner is None else not self.lease.is_valid
 
     def _turn(self) -> None:
         assert self.channel is not None
@@ -139,7 +153,11 @@ class Agent:
             self._to_template(order)
         elif kind in token_file.ORDERS:
             self._to_template(order)
+        elif kind == "leads" and self.lease is not None:
+            self.lease.confirm(float(order["at"]))
         elif kind == "start":
+            if not self._may_run:  # the order of a coordinator that was asleep
+                raise Silent
             self.runner = Runner(int(order["generation"]))
             self._to_template(order)
         elif kind == "stop":

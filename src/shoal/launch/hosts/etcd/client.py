@@ -1,6 +1,8 @@
 """The few calls of etcd v3 that a run needs, over its HTTP and JSON gateway.
 
-Keys and values are base64 there, and integers of 64 bits are text. Each call tries all endpoints in turn.
+Keys and values are base64 there, and integers of 64 bits are text. Each call tries all endpoints in turn. An endpoint
+that has not answered may still carry out a change later: a change that must not be made twice, or after a newer one,
+compares the revision of what it replaces.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ import base64
 import http.client
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
 
@@ -22,6 +25,14 @@ _URL = re.compile(r"etcd://(?P<hosts>[A-Za-z0-9.:,_-]+)/(?P<name>[A-Za-z0-9][A-Z
 
 class Unreachable(Exception):
     """No endpoint of etcd has answered."""
+
+
+class Record(NamedTuple):
+    """A value, and the number of the change that has written it."""
+
+    value: bytes | None
+    """None: there is no such key."""
+    revision: int
 
 
 @dataclass(slots=True)
@@ -43,36 +54,20 @@ class Etcd:
             raise ShoalError(what, fix="--store etcd://a:2379,b:2379,c:2379/my-run", code="N093")
         return cls([(host, int(port)) for host, _, port in ends], found["name"])
 
-    def get(self, key: str) -> bytes | None:
-        """Return a value; None: there is none."""
-        found = self._call("kv/range", {"key": _encoded(key)}).get("kvs", [])
-        return base64.b64decode(found[0].get("value", "")) if found else None
+    def read(self, *keys: str) -> list[Record]:
+        """Return the records of some keys as they are at one moment."""
+        ranges = [{"request_range": {"key": _encoded(key)}} for key in keys]
+        answers = self._call("kv/txn", {"success": ranges})["responses"]
+        return [_record(answer["response_range"].get("kvs", [])) for answer in answers]
 
-    def grant(self, seconds: int) -> str:
-        """Return a new lease."""
-        return str(self._call("lease/grant", {"TTL": seconds})["ID"])
-
-    def renew(self, lease: str) -> bool:
-        """Renew a lease; False: it has expired."""
-        answer = self._call("lease/keepalive", {"ID": lease})
-        return int(answer.get("result", answer).get("TTL", 0)) > 0
-
-    def revoke(self, lease: str) -> None:
-        """End a lease, and delete its keys."""
-        self._call("lease/revoke", {"ID": lease})
-
-    def put_if_absent(self, key: str, value: bytes, lease: str) -> bool:
-        """Write a key under a lease, if there is none; return whether it was written."""
-        absent = {"key": _encoded(key), "target": "CREATE", "create_revision": "0"}
-        return self._put(key, value, absent, lease=lease)
-
-    def put_if(self, key: str, value: bytes, *, other: str, has: bytes) -> bool:
-        """Write a key, if another one has a value; return whether it was written."""
-        return self._put(key, value, {"key": _encoded(other), "target": "VALUE", "value": _encoded(has)})
-
-    def _put(self, key: str, value: bytes, condition: dict[str, Any], **options: str) -> bool:
-        put = {"request_put": {"key": _encoded(key), "value": _encoded(value), **options}}
-        return bool(self._call("kv/txn", {"compare": [condition], "success": [put]}).get("succeeded", False))
+    def change(self, puts: dict[str, bytes], *, unchanged: dict[str, int], deletes: Sequence[str] = ()) -> int | None:
+        """Put and delete keys in one transaction, if others still have their revisions (0: there is no such key).
+        Return the revision of all that was put; None: nothing was changed."""
+        compare = [{"key": _encoded(key), "target": "MOD", "mod_revision": str(at)} for key, at in unchanged.items()]
+        success = [{"request_put": {"key": _encoded(key), "value": _encoded(value)}} for key, value in puts.items()]
+        success += [{"request_delete_range": {"key": _encoded(key)}} for key in deletes]
+        answer = self._call("kv/txn", {"compare": compare, "success": success})
+        return int(answer["header"]["revision"]) if answer.get("succeeded", False) else None
 
     def _call(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
         why = ""
@@ -97,3 +92,9 @@ class Etcd:
 
 def _encoded(text: str | bytes) -> str:
     return base64.b64encode(text.encode() if isinstance(text, str) else text).decode()
+
+
+def _record(found: list[dict[str, str]]) -> Record:
+    return (
+        Record(base64.b64decode(found[0].get("value", "")), int(found[0]["mod_revision"])) if found else Record(None, 0)
+    )
