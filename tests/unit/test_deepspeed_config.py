@@ -203,3 +203,19 @@ def test_data_types() -> None:
     found = translated({**config, "data_types": types}, "initialize")
     assert not found.problems
     assert not any(line.value == "auto" and line.remark == "left open" for line in found.lines)
+
+
+def test_an_open_batch_follows_from_the_others_or_its_steps_are_said_to_have_no_effect() -> None:
+    micro, steps, total = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+    found = translated({total: "auto", micro: 4, steps: 3}, num_ranks=2)
+    assert (found.settings["data.global_batch"], found.plan["mb"]) == (24, 4)
+    assert [line.key for line in found.lines].count(total) == 1
+    found = translated({total: 24, micro: "auto", steps: 3}, num_ranks=2)
+    assert (found.settings["data.global_batch"], found.plan["mb"]) == (24, 4)
+    assert [line.key for line in found.lines].count(micro) == 1
+    for config, ranks in (({total: "auto", micro: "auto", steps: 3}, 2), ({total: "auto", micro: 4, steps: 3}, None)):
+        found = translated(config, num_ranks=ranks)
+        assert not found.problems
+        assert "data.global_batch" not in found.settings
+        [line] = [line for line in found.lines if line.key == steps]
+        assert line.remark.startswith("no effect here")
