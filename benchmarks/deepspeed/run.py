@@ -22,8 +22,6 @@ from cases import STEPS, cases
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 LIMIT = 1e-5
-APART = "ZeRO 0, bf16"
-"""DeepSpeed makes a step of zero gradients when its optimizer is built, and rounds averaged gradients to bfloat16."""
 
 
 def environment(site: Path, engine: str) -> dict[str, str]:

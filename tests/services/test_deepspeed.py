@@ -48,10 +48,7 @@ def test_losses_are_those_of_deepspeed() -> None:
     differences = run.differences(found)
     assert len(differences) >= 20
     for name, difference in differences.items():
-        if not name.startswith(run.APART):
-            assert difference < run.LIMIT, name
-    theirs, ours = found["deepspeed"]["ZeRO 1, bf16"], found["shoal"]["ZeRO 0, bf16"]
-    assert ours == pytest.approx(theirs, abs=run.LIMIT)  # one process's arithmetic, which its stage 0 does not have
+        assert difference < run.LIMIT, name
 
 
 @pytest.fixture(scope="module")

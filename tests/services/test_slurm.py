@@ -222,8 +222,8 @@ def test_an_array_is_a_sweep(cluster: Cluster, folder: Path) -> None:
     words = ["--array", "optim.lr=1e-3,1e-2", "--at-once", "1", "--run.duration", "5step"]
     job = submitted(cluster, folder, *words)
     runs = [folder / "runs" / "small-array" / str(number) for number in range(2)]
-    until(lambda: all((run / "summary.json").exists() for run in runs), 90, lambda: shoal(
-        "launch", "logs", job, cwd=folder, env=cluster.env))  # fmt: skip
+    for run in runs:  # one after the other; each starts Python on both nodes
+        until((run / "summary.json").exists, 90, lambda: shoal("launch", "logs", job, cwd=folder, env=cluster.env))
     first, second = map(losses, runs)
     assert len(first) == len(second) == 5
     assert first[1] == second[1]

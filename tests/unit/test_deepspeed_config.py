@@ -172,3 +172,50 @@ def _paths(config: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[st
 def _with(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
     first, *rest = path
     return {**config, first: _with(config[first], tuple(rest), value) if rest else value}
+
+
+def test_gradients_are_rounded_as_deepspeed_does_at_stage_zero_in_bf16() -> None:
+    def rounds(target: Target = "initialize", sums: str | None = None, stage: int = 0, **precision: Any) -> bool:
+        config: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": stage}, **precision}
+        config |= {} if sums is None else {"data_types": {"grad_accum_dtype": sums}}
+        found = translated(config, target)
+        assert not found.problems
+        return found.rounds_gradients
+
+    on: dict[str, Any] = {"enabled": True}
+    assert rounds(bf16=on)
+    assert rounds(bf16=on, sums="bfloat16")
+    assert not rounds(bf16=on, sums="fp32")
+    assert not rounds(bf16=on, stage=1)
+    assert not rounds("train", bf16=on)
+    assert not rounds(fp16=on)
+    assert not rounds(torch_autocast=on)
+    assert not rounds()
+
+
+def test_data_types() -> None:
+    config = {"train_batch_size": 8, "bf16": {"enabled": True}}
+    types = {"param_dtype": "fp32", "buffer_dtype": "bf16", "keep_in_fp32_modules": "auto", "grad_dtype": "fp32"}
+    found = translated({**config, "data_types": types})
+    assert codes(found) == ["E004", "E008", "E011"]
+    assert "data_types.param_dtype is 'fp32', and the precision of the config is bf16" in str(found.problems)
+    types = {"param_dtype": "torch.bfloat16", "buffer_dtype": "float32", "keep_in_fp32_modules": "auto"}
+    found = translated({**config, "data_types": types}, "initialize")
+    assert not found.problems
+    assert not any(line.value == "auto" and line.remark == "left open" for line in found.lines)
+
+
+def test_an_open_batch_follows_from_the_others_or_its_steps_are_said_to_have_no_effect() -> None:
+    micro, steps, total = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+    found = translated({total: "auto", micro: 4, steps: 3}, num_ranks=2)
+    assert (found.settings["data.global_batch"], found.plan["mb"]) == (24, 4)
+    assert [line.key for line in found.lines].count(total) == 1
+    found = translated({total: 24, micro: "auto", steps: 3}, num_ranks=2)
+    assert (found.settings["data.global_batch"], found.plan["mb"]) == (24, 4)
+    assert [line.key for line in found.lines].count(micro) == 1
+    for config, ranks in (({total: "auto", micro: "auto", steps: 3}, 2), ({total: "auto", micro: 4, steps: 3}, None)):
+        found = translated(config, num_ranks=ranks)
+        assert not found.problems
+        assert "data.global_batch" not in found.settings
+        [line] = [line for line in found.lines if line.key == steps]
+        assert line.remark.startswith("no effect here")

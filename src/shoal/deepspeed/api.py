@@ -19,6 +19,7 @@ from shoal.config.deepspeed.translate import translate
 from shoal.config.deepspeed.translation import Translation
 from shoal.deepspeed import build
 from shoal.deepspeed.engine import Engine
+from shoal.deepspeed.rounded_gradients import RoundedGradients
 from shoal.errors import Findings, Problem, ShoalError
 
 _worlds: list[World] = []
@@ -70,9 +71,11 @@ def initialize(
     run = build.build_run(found, world, others.get("device", "auto"))
     build.broadcast_model(model, world)
     made = _optimizer(found, model, optimizer, model_parameters)
+    rates = [] if made is None else [float(group["lr"]) for group in made.param_groups]
     schedule = _schedule(found, made, lr_scheduler)
     run.prepare(*(thing for thing in (model, made, schedule) if thing is not None))
-    engine = Engine(run, found, made, schedule)
+    rounding = RoundedGradients(run, made, rates) if found.rounds_gradients and made is not None else None
+    engine = Engine(run, found, made, schedule, rounding)
     loader = None
     if training_data is not None:
         micro = engine.train_micro_batch_size_per_gpu()

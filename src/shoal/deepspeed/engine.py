@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from shoal.config.deepspeed.translation import Translation
 from shoal.deepspeed import checkpoint
+from shoal.deepspeed.rounded_gradients import RoundedGradients
 from shoal.errors import ShoalError
 from shoal.train.run import Run
 
@@ -25,8 +26,15 @@ from shoal.train.run import Run
 class Engine:
     """What `initialize` returns. Attributes that it does not have are the model's."""
 
-    def __init__(self, run: Run, found: Translation, optimizer: Optimizer | None, schedule: Any) -> None:
-        self.run, self.translation = run, found
+    def __init__(
+        self,
+        run: Run,
+        found: Translation,
+        optimizer: Optimizer | None,
+        schedule: Any,
+        rounding: RoundedGradients | None = None,
+    ) -> None:
+        self.run, self.translation, self._rounding = run, found, rounding
         self.optimizer, self.lr_scheduler = optimizer, schedule
         self.micro_steps = self.skipped_steps = 0
         self.drops_last = any(line.key == "dataloader_drop_last" and line.value is True for line in found.lines)
@@ -252,6 +260,8 @@ class Engine:
 
     def destroy(self) -> None:
         """Finish saves and leave the process groups."""
+        if self._rounding is not None:
+            self._rounding.close()
         self.run.close()
 
     def __getattr__(self, name: str) -> Any:

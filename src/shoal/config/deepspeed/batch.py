@@ -16,6 +16,7 @@ def translate_batch(reader: Reader, data_ranks: int | None) -> None:
     total, micro, steps = reader.whole(TOTAL), reader.whole(MICRO), reader.whole(STEPS)
     into = reader.into
     is_open = any(reader.values.get(key) == "auto" for key in (TOTAL, MICRO, STEPS))
+    may_follow = not is_open or (steps is not None and data_ranks is not None)  # as the Trainer fills it in
     if problem := _contradiction(total, micro, steps, data_ranks):
         into.problems.append(problem)
         return
@@ -24,20 +25,29 @@ def translate_batch(reader: Reader, data_ranks: int | None) -> None:
         into.problems.append(Problem("E007", f"the config has neither {TOTAL} nor {MICRO}", fix))
         return
     if micro is None and total is not None and data_ranks is not None:
+        _answered(reader, MICRO)
         micro = total // (data_ranks * (steps or 1))
         reader.plan(MICRO, "mb", micro, "follows from the others")
     elif micro is not None:
         reader.plan(MICRO, "mb", micro)
-    if total is None and micro is not None and not is_open:
+    if total is None and micro is not None and may_follow:
         total = _total(reader, micro, steps or 1, data_ranks)
         if total is not None:
+            _answered(reader, TOTAL)
             reader.setting(TOTAL, "data.global_batch", total, f"for {data_ranks} data-parallel ranks")
     elif total is not None:
         reader.setting(TOTAL, "data.global_batch", total)
-    if steps is not None:
+    if steps is not None and total is None and is_open:
+        reader.same(STEPS, f"no effect here: {TOTAL} and {MICRO} are open; --data.global_batch and --plan.mb say it")
+    elif steps is not None:
         reader.same(STEPS, f"follows from {TOTAL} and {MICRO}")
     if data_ranks is not None and micro and total:
         into.num_accumulated = total // (micro * data_ranks)
+
+
+def _answered(reader: Reader, key: str) -> None:
+    """An open key that follows from others is not left open."""
+    reader.into.lines = [line for line in reader.into.lines if line.key != key]
 
 
 def _total(reader: Reader, micro: int, steps: int, data_ranks: int | None) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal.config.deepspeed.data_types import IN_FLOAT32
 from shoal.config.deepspeed.translation import Reader
 
 OBSERVE = "metrics.jsonl and `shoal profile` have it"
@@ -19,10 +20,7 @@ NO_EFFECT = {
     **dict.fromkeys(
         ("prescale_gradients", "gradient_predivide_factor"), "gradients are averaged in float32, the mean is the same"
     ),
-    **dict.fromkeys(
-        ("communication_data_type", "seq_parallel_communication_data_type", "data_types"),
-        "gradients are summed in float32 over microbatches and ranks",
-    ),
+    **dict.fromkeys(("communication_data_type", "seq_parallel_communication_data_type"), IN_FLOAT32),
     "checkpoint": "checkpoints load on any layout, and each has one manifest",
     "use_data_before_expert_parallelism": "the layout places the ranks",
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.deepspeed.batch import translate_batch
+from shoal.config.deepspeed.data_types import translate_data_types
 from shoal.config.deepspeed.features import translate_features
 from shoal.config.deepspeed.optimizer import translate_optimizer
 from shoal.config.deepspeed.parallel import translate_parallel
@@ -41,6 +42,7 @@ def translate(
     translate_batch(reader, data_ranks)
     translate_zero(reader, data_ranks)
     translate_precision(reader)
+    translate_data_types(reader)
     translate_optimizer(reader)
     translate_scheduler(reader)
     _clip(reader)

@@ -71,6 +71,8 @@ class Translation:
     """Microbatches of a step on one rank; None: it follows from the batch."""
     optimizer: OptimizerChoice | None = None
     schedule: ScheduleChoice | None = None
+    rounds_gradients: bool = False
+    """Whether an engine rounds gradients to bfloat16, as DeepSpeed does at stage 0 in bf16."""
 
     def overrides(self) -> list[tuple[str, str]]:
         """The settings as overrides of a recipe, in the words of the command line."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -238,13 +238,19 @@ class StepEngine:
         state, composed = self.state, self.state.composed
         trained, scale = state.trained_parameters(), state.loss_scale.scale
         norm = composed.norm(trained, scale=scale, clip=state.updates.clip) / scale
-        self._is_updating = True
-        try:
+        with self.updating():
             is_applied = state.updates.apply(state.optimizer, state.host_copies, trained, norm)
-        finally:
-            self._is_updating = False
         composed.commit(is_applied)
         return norm, is_applied
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Steps of the optimizer inside are this engine's, and not those of a script's loop."""
+        self._is_updating = True
+        try:
+            yield
+        finally:
+            self._is_updating = False
 
     def _end_step(self, report: StepReport) -> None:
         """Clear the gradients and count the step."""
