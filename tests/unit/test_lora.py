@@ -12,6 +12,7 @@ from shoal.config.recipe import Recipe
 from shoal.models.llama import build
 from shoal.numerics.init import can_fill, initialise, materialise
 from shoal.parallel.lora.layers import LoRALinear, adapted_layers
+from shoal.train.build_model import describe
 from shoal.verification.recipe.cases import smaller_model
 from tests.rejects import rejects
 
@@ -167,6 +168,16 @@ def test_layers_whose_weight_has_its_inputs_first() -> None:
     torch.testing.assert_close(shoal.merge_lora(model)(tokens).logits, before, rtol=1e-12, atol=1e-12)
     assert {type(model.get_submodule(name)) for name in names} == {kind}
     assert not any("lora" in name for name in vars(layer))
+
+
+def test_adapters_change_no_split() -> None:
+    """Of a model that declares none: its blocks are tried without adapters, which are cut as their layers."""
+    pytest.importorskip("transformers")
+    from tests import huggingface
+
+    plain, adapted = (describe(make(huggingface.build("bert"))) for make in (nn.Module.eval, shoal.lora))
+    assert shoal.Split.COLUMN in plain.splits.values()
+    assert adapted == plain
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["embed"], r".*conv"])
