@@ -237,3 +237,12 @@ def test_a_class_of_the_folders_own_code_is_not_replaced_by_that_of_its_model_ty
     monkeypatch.syspath_prepend(cache)
     model = build_model(ModelSection(name=f"hf:{tmp_path}", trust_remote_code=True))
     assert type(model).__mro__[1].__name__ == "Mine"
+
+
+def test_a_config_that_is_rejected_by_its_class_is_reported_with_its_values(tmp_path: Path) -> None:
+    """The message ended before the reason, which transformers puts on a second line."""
+    transformers.LlamaConfig(**huggingface.SMALL).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 5}))
+    with rejects("M073", "16", "(5)"):
+        build_model(ModelSection(name=f"hf:{tmp_path}"))

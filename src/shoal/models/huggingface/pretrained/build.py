@@ -162,7 +162,7 @@ def _needs_code(folder: Path, said: dict[str, Any], what: str) -> ShoalError:
 
 
 def _wrong(folder: Path, error: Exception) -> ShoalError:
-    reason = str(error).strip().partition("\n")[0][:200]
+    reason = " ".join(str(error).split())[:300]  # the first line of a strict config names no value
     return ShoalError(
         f"no model can be built from {str(folder / 'config.json')!r}: {type(error).__name__}: {reason}",
         fix="the config.json as save_pretrained writes it",
