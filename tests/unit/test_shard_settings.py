@@ -71,6 +71,22 @@ def test_what_is_accepted() -> None:
     assert problems("tp=2 zero=3", 2, **every) == [], "zero leaves one rank alone"
 
 
+class Scaled(nn.Module):
+    """A layer, and one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(()))
+
+
+def test_a_number_has_no_rows_to_divide() -> None:
+    found = problems("zero=1", 2, Scaled())
+    assert [code for code, _ in found] == ["M150"]
+    assert "zero=1 divides" in found[0][1]
+    assert "scale has no dimension" in found[0][1]
+    assert problems("dp_replicate=2", 2, Scaled()) == []
+
+
 class Tied(nn.Module):
     """Two layers that share a weight."""
 

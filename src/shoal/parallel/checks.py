@@ -68,6 +68,7 @@ def check_model(model: nn.Module, plan: Plan, description: Description, policies
         *_other_experts(model, ep, description),
         *_ties_that_break(model, plan, description),
         *(_unshared_batch_norm(model, plan) if compute.sync_batch_norm else ()),
+        *_scalars(model, plan),
         *_unused_with_shards(plan, finds_unused=policies.sync.find_unused_parameters),
         *_no_layer_for_fp8(model, plan, description, compute.fp8_min_features),
         *(_not_fused(model, plan, description) if compute.fused_loss else ()),
@@ -103,6 +104,14 @@ def _unshared_batch_norm(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     if norms and plan.layout.tp > 1 and plan.sp:
         what = f"sync_batch_norm shares statistics over samples, and tp={plan.layout.tp} with sp divides tokens"
         yield Problem("P063", what, f"{off}; or sp=off")
+
+
+def _scalars(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    """FSDP2 divides rows, and a parameter of no dimension has none."""
+    names = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if plan.is_sharded and names:
+        what = f"zero={plan.zero} divides the rows of every parameter, and {names[0]} has no dimension"
+        yield Problem("M150", what, "nn.Parameter(torch.ones(1)) in place of torch.ones(()); or zero=0")
 
 
 def _unused_with_shards(plan: Plan, *, finds_unused: bool) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ from shoal.parallel.pipeline.skeleton import Call
 from shoal.train.build_model import adapt, adapter_of, describe
 from shoal.train.checks import check_compiled, check_second, check_wrapped, rule_under
 from shoal.train.loss.objective import CrossEntropy, LabelRule, MeanOf, call_of
-from shoal.train.optim.checks import check_rounding, check_whole
+from shoal.train.optim.checks import check_rounding, check_shards, check_whole
 from shoal.train.rebind_optimizer import rebind_optimizer
 from shoal.train.run_checkpoint import loader_changes
 from shoal.train.run_state import RunState
@@ -67,6 +67,7 @@ def _check(state: RunState, thing: Any) -> Iterator[Problem]:
         yield from check_second("optimizer", state.prepared_optimizer)
         yield from check_rounding(thing, state.precision.weight_dtype)
         yield from check_whole(thing, state.plan)
+        yield from check_shards(thing, state.plan)
     elif not isinstance(thing, DataLoader) and not is_scheduler(thing):
         yield Problem(
             "T029",
