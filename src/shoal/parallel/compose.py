@@ -28,6 +28,7 @@ from shoal.parallel.batch_norm import RunningStatistics, Sharing, batch_norms, s
 from shoal.parallel.checks import validate_model, why_loss_not_fused
 from shoal.parallel.context.attention import Attention, ContextParallel
 from shoal.parallel.context.attention import divide as divide_tokens
+from shoal.parallel.data.frozen_parameters import FrozenParameters
 from shoal.parallel.data.fsdp import FSDPSync, Sharding, prefetch
 from shoal.parallel.data.fsdp_units import chosen_units
 from shoal.parallel.data.gradient_sync import GradientSync
@@ -100,6 +101,7 @@ def compose(
         replicas=replica_sync,
         statistics=_statistics(models, plan, mesh) if tracks else None,
         batch_norm=batch_norm,
+        frozen=FrozenParameters.of(models) if is_own or not is_sharded else FrozenParameters(),
         is_sharded=is_sharded,
         is_split_by_hand=is_by_hand,
         originals=originals,

@@ -32,6 +32,7 @@ from shoal.parallel.batch_norm import RunningStatistics, Sharing, statistics_of
 from shoal.parallel.context.attention import ContextParallel
 from shoal.parallel.data.bucket_averager import CommThreads
 from shoal.parallel.data.diloco import LocalSGD
+from shoal.parallel.data.frozen_parameters import FrozenParameters
 from shoal.parallel.data.gradient_reducer import GradientReducer
 from shoal.parallel.data.gradient_sync import GradientSync
 from shoal.parallel.expert.aux_loss import AuxLoss
@@ -81,6 +82,8 @@ class ParallelModel:
     """Averages running statistics of batch norm over ranks; None: there are none, or one rank sees all samples."""
     batch_norm: Sharing | None
     """The ranks whose samples batch norm normalises together; None: each rank its own."""
+    frozen: FrozenParameters
+    """Those whose gradients replicas would not average."""
     is_sharded: bool
     is_split_by_hand: bool
     originals: dict[str, nn.Parameter]
@@ -180,6 +183,8 @@ class ParallelModel:
 
     def begin_step(self, step: int) -> None:
         """Before the forwards of a step; steps count from 0."""
+        if self.mesh.degree("dp_cp") > 1:
+            self.frozen.reject_unfrozen()
         self.replicas.begin_step(step)
         self.shards.begin_step(step)
 

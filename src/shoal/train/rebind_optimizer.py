@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch.optim import Optimizer
+import torch
+from torch.optim import Adagrad, Optimizer
 
 from shoal.errors import ShoalError
 from shoal.parallel.parallel_model import ParallelModel
@@ -12,7 +13,8 @@ def rebind_optimizer(optimizer: Optimizer, composed: ParallelModel) -> None:
     """Let an optimizer hold the pieces of its parameters that this rank has."""
     groups = optimizer.param_groups
     is_replaced = any(piece is not p for group in groups for p in group["params"] for piece in composed.replacements(p))
-    if optimizer.state and is_replaced:
+    is_fresh = _is_fresh_adagrad(optimizer)
+    if optimizer.state and is_replaced and not is_fresh:
         raise ShoalError(
             "this optimizer has made steps already, and its state is that of whole parameters, not of this plan's",
             fix="give prepare a fresh optimizer",
@@ -22,6 +24,24 @@ def rebind_optimizer(optimizer: Optimizer, composed: ParallelModel) -> None:
         group["params"] = [piece for p in group["params"] for piece in composed.replacements(p)]
     _reject_unknown_parameters(optimizer, composed)
     _reject_missing_stages(optimizer, composed)
+    if is_fresh and is_replaced:
+        _begin_adagrad(optimizer)
+
+
+def _is_fresh_adagrad(optimizer: Optimizer) -> bool:
+    """Adagrad has state before its first step."""
+    return isinstance(optimizer, Adagrad) and not any(
+        state["step"].is_meta or float(state["step"]) for state in optimizer.state.values()
+    )
+
+
+def _begin_adagrad(optimizer: Optimizer) -> None:
+    """Give Adagrad the state of its start, as its constructor does, of the pieces."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        for piece in group["params"]:
+            total = torch.full_like(piece, group["initial_accumulator_value"])
+            optimizer.state[piece] = {"step": torch.tensor(0.0), "sum": total}
 
 
 def _reject_unknown_parameters(optimizer: Optimizer, composed: ParallelModel) -> None:

@@ -32,7 +32,7 @@ from shoal.safe_parsing import short
 from shoal.train.build_model import adapt, adapter_of, describe, from_pretrained, is_name
 from shoal.train.checks import check_compiled, check_second, check_wrapped, rule_under
 from shoal.train.loss.objective import CrossEntropy, LabelRule, MeanOf, call_of
-from shoal.train.optim.checks import check_rounding, check_whole
+from shoal.train.optim.checks import check_rounding, check_shards, check_whole
 from shoal.train.rebind_optimizer import rebind_optimizer
 from shoal.train.run_checkpoint import loader_changes
 from shoal.train.run_state import RunState
@@ -84,6 +84,7 @@ def _check(state: RunState, thing: Any) -> Iterator[Problem]:
         yield from check_second("optimizer", state.prepared_optimizer)
         yield from check_rounding(thing, state.precision.weight_dtype)
         yield from check_whole(thing, state.plan)
+        yield from check_shards(thing, state.plan)
     elif is_name(thing):
         yield from check_second("model", state.parallel_model)
     elif not isinstance(thing, DataLoader) and not is_scheduler(thing):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import Optimizer, Rprop
 
 from shoal.blueprint.plan import Plan
 from shoal.config.checks.optimizers import cut_by
@@ -24,6 +24,13 @@ def check_rounding(optimizer: Optimizer, weight_dtype: torch.dtype) -> Iterator[
             f"{owner}'s {type(optimizer).__name__} rounds weights in bf16 to the nearest, and most updates are lost",
             "shoal.AdamW(model.parameters(), lr=...), which rounds at random; or param_dtype='fp32'",
         )
+
+
+def check_shards(optimizer: Optimizer, plan: Plan) -> Iterator[Problem]:
+    """Rprop writes into a selection of elements, which torch rejects for shards in the middle of a step."""
+    if isinstance(optimizer, Rprop) and plan.is_sharded:
+        what = f"Rprop selects elements of tensors, which torch cannot do with the shards of zero={plan.zero}"
+        yield Problem("T103", what, "zero=0 in the plan; or torch.optim.RMSprop")
 
 
 def check_whole(optimizer: Optimizer, plan: Plan) -> Iterator[Problem]:
