@@ -19,6 +19,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
+import shoal
 from shoal.checkpoint.formats.export import ExportSettings, export
 from shoal.checkpoint.formats.huggingface import read
 from shoal.checkpoint.storage.locate import find
@@ -30,7 +31,11 @@ from shoal.train.recipe.saving.start_weights import expect_weights, start_with_w
 from shoal.train.run import Run
 
 SIZES = {"intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 32000}
-NAMES = {"part": "shoal: each rank reads its part", "whole": "`from_pretrained` on every rank, then `Run.prepare`"}
+NAMES = {
+    "part": "shoal: each rank reads its part",
+    "loop": "`shoal.from_pretrained`, then `Run.prepare`",
+    "whole": "`from_pretrained` of transformers on every rank, then `Run.prepare`",
+}
 
 
 def main() -> None:
@@ -81,6 +86,8 @@ def measure(placement: Any, store: Any, way: str, folder: Path, plan: str, to: P
         base, began = memory("VmRSS"), time.process_time()
         if way == "part":
             load_part(run, folder)
+        elif way == "loop":
+            run.prepare(shoal.from_pretrained(str(folder)))
         else:
             run.prepare(transformers.LlamaForCausalLM.from_pretrained(folder))
         peak, seconds = memory("VmHWM") - base, time.process_time() - began
