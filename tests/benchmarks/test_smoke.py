@@ -29,6 +29,8 @@ WORDS = {
 }
 """What a script has to be given beside --smoke."""
 WITHOUT = {
+    "benchmarks/faults/lost_host.py": "needs root, for network namespaces, and minutes",
+    "benchmarks/faults/mistakes.py": "needs root, for network namespaces, and a minute",
     "benchmarks/h200/run.py": "starts the other scripts of its folder on a GPU, beside peers that CI does not have",
     "benchmarks/h200/roofline.py": "reads the trace of a GPU",
     "benchmarks/object_store/run.py": "needs s3fs and a server of S3; `make test-s3` runs its smoke mode",
@@ -46,6 +48,7 @@ DEAR = {
     "benchmarks/checkpoint/gpu.py",
     "benchmarks/checkpoint/run.py",
     "benchmarks/context/run.py",
+    "benchmarks/faults/drills.py",
     "benchmarks/faults/restart.py",
     "benchmarks/h200/hf.py",
     "benchmarks/h200/images.py",
