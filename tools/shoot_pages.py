@@ -63,7 +63,11 @@ def shoot(browser: Any, shot: Shot, page: Path) -> bytes:
     taken = opened.screenshot(full_page=True, clip=clip)
     context.close()
     written = io.BytesIO()
-    few = Image.open(io.BytesIO(taken)).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few = (
+        Image.open(io.BytesIO(taken))
+        .convert("RGB")
+        .quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    )
     few.save(written, "PNG", optimize=True)
     return written.getvalue()
 
