@@ -242,7 +242,8 @@ def test_diff_tells_what_differs_and_how_much(here: Path, capsys: pytest.Capture
     ("words", "what"),
     [
         ("ls nowhere", "the directory nowhere does not exist"),
-        ("ls s3://bucket/run", "got s3://bucket/run"),
+        ("merge s3://bucket/run new", "got s3://bucket/run"),
+        ("ls memory://nothing/here", "there is no checkpoint in memory://nothing/here"),
         ("export runs/tiny s3://bucket/run", "got s3://bucket/run"),
         ("ls runs", "there is no checkpoint in runs"),
         ("verify runs", "there is no checkpoint in runs"),

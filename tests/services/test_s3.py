@@ -26,6 +26,7 @@ from shoal.checkpoint.storage import shard_file
 from shoal.checkpoint.storage.locate import find
 from shoal.checkpoint.storage.manifest import Entry, Manifest, Piece
 from shoal.checkpoint.storage.store import Store
+from shoal.cli.checkpoint import main as checkpoint
 from tests.rejects import rejects
 from tests.services.s3_server import BUSY, FORBIDDEN, Proxy, proxy
 
@@ -130,7 +131,9 @@ def tensors_of(path: Path, step: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_run_is_saved_and_resumed_on_other_layouts_bit_for_bit(bucket: Bucket) -> None:
+def test_a_run_is_saved_and_resumed_on_other_layouts_bit_for_bit(
+    bucket: Bucket, capsys: pytest.CaptureFixture[str]
+) -> None:
     phases = [
         ["--run.duration", "4step"],
         ["--run.duration", "6step", "--resume", "latest", "--nproc", "1", "--plan", "fp64"],
@@ -148,6 +151,11 @@ def test_a_run_is_saved_and_resumed_on_other_layouts_bit_for_bit(bucket: Bucket)
     for name, value in near.items():
         assert torch.equal(far[name], value), name
     assert (bucket.folder / "run" / "latest").read_text() == "step-00000008\n"
+    assert checkpoint(["ls", "s3://bucket/run", "--json"]) == 0
+    assert [one["step"] for one in json.loads(capsys.readouterr().out)["checkpoints"]] == [6, 8]
+    assert checkpoint(["verify", "s3://bucket/run", "--all", "--json"]) == 0
+    assert checkpoint(["diff", "s3://bucket/run", str(bucket.cwd / "near"), "--json"]) == 0
+    assert checkpoint(["diff", "s3://bucket/run/step-00000006", str(bucket.cwd / "near"), "--json"]) == 1
 
 
 def test_data_is_read_from_a_bucket(bucket: Bucket) -> None:

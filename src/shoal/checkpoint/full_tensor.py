@@ -25,7 +25,9 @@ class FullTensors:
         self.step, self.manifest = step, step.manifest
         self._open: OrderedDict[str, Reader] = OrderedDict()
         # Rows of a tensor that is cut by columns are in all files: keep a chunk of each for the next rows.
-        self._reading = Reading(most_chunks=min(MOST_OPEN, len(step.manifest.files) + 2))
+        self._reading = Reading(
+            most_chunks=min(MOST_OPEN, len(step.manifest.files) + 2), at_once=step.disk.reads_at_once
+        )
 
     def __enter__(self) -> FullTensors:
         return self
@@ -80,7 +82,9 @@ class FullTensors:
         if reader is None:
             if len(self._open) >= MOST_OPEN:
                 self._open.popitem(last=False)[1].close()
-            reader = Reader(self.step.path / file, self.manifest.files[file], reading=self._reading)
+            reader = Reader(
+                self.step.path / file, self.manifest.files[file], disk=self.step.disk, reading=self._reading
+            )
         self._open[file] = reader
         return reader
 

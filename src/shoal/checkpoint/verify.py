@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from shoal.checkpoint.storage.filesystem import Source
 from shoal.checkpoint.storage.locate import SavedStep
-from shoal.checkpoint.storage.manifest import CHUNK, NAME, SIZES, File, Manifest, Piece
-from shoal.files import open_regular
+from shoal.checkpoint.storage.manifest import CHUNK, NAME, SIZES, File, Piece
 
 MOST_HEADER = 100 * 2**20
 THREADS = min(8, os.cpu_count() or 1)
@@ -64,55 +63,60 @@ def verify(step: SavedStep, progress: Callable[[int], None] = lambda size: None)
         progress(size)
 
     with ThreadPoolExecutor(THREADS) as threads:
-        for name, file in step.manifest.files.items():
-            damages += _check(step.path / name, file, step.manifest, threads, count)
+        for name in step.manifest.files:
+            damages += _check(step, name, threads, count)
     if not step.manifest.tensors:
         damages.append(Damage(NAME, "lists no tensor"))
     known = {NAME, *step.manifest.files}
-    return StepVerdict(num_bytes, tuple(damages), tuple(sorted({path.name for path in step.path.iterdir()} - known)))
+    return StepVerdict(num_bytes, tuple(damages), tuple(sorted(set(step.disk.names(step.path)) - known)))
 
 
-def _check(
-    path: Path, file: File, manifest: Manifest, threads: ThreadPoolExecutor, count: Callable[[int], None]
-) -> Iterator[Damage]:
+def _check(step: SavedStep, name: str, threads: ThreadPoolExecutor, count: Callable[[int], None]) -> Iterator[Damage]:
+    file = step.manifest.files[name]
     there = {
         piece.key: (entry.dtype, piece)
-        for entry in manifest.tensors.values()
+        for entry in step.manifest.tensors.values()
         for piece in entry.pieces
-        if piece.file == path.name
+        if piece.file == name
     }
     try:
-        handle = open_regular(path)
+        source = step.disk.open(step.path / name)
     except OSError as error:
-        yield Damage(path.name, f"cannot be read: {error.strerror}", tensors=tuple(there))
+        yield Damage(name, f"cannot be read: {error.strerror or error}", tensors=tuple(there))
         return
     try:
-        size = os.fstat(handle).st_size
-        header, start = _header(handle, size)
+        size = source.size
+        header, start = _header(source)
         places = _places(header, start) if header else {}
         if size != file.size:
             what = f"has {size:,} bytes, and the manifest lists {file.size:,}"
             begin, end = sorted((size, file.size))
-            yield Damage(path.name, what, begin, end, _tensors_in(places, begin, end))
+            yield Damage(name, what, begin, end, _tensors_in(places, begin, end))
         num_whole = min(size, file.size) // CHUNK if size != file.size else len(file.hashes)
-        found = threads.map(partial(_digest, handle), range(num_whole))
+        found = threads.map(partial(_digest, source), range(num_whole))
         for begin, end, what in _joined(_differing(found, file, count)):
-            yield Damage(path.name, what, begin, end, _tensors_in(places, begin, end) if header else tuple(there))
+            yield Damage(name, what, begin, end, _tensors_in(places, begin, end) if header else tuple(there))
         if header is None:
-            yield Damage(path.name, "has no readable header", 0, 8, tuple(there))
+            yield Damage(name, "has no readable header", 0, 8, tuple(there))
         else:
-            yield from _mismatches(path.name, header, file.size - start, there)
+            yield from _mismatches(name, header, file.size - start, there)
     finally:
-        os.close(handle)
+        source.close()
 
 
-def _digest(handle: int, number: int) -> tuple[int, str | OSError]:
+def _digest(source: Source, number: int) -> tuple[int, str | OSError]:
     """Return the size of a chunk, and its hash or the reason why it cannot be read."""
     try:
-        chunk = os.pread(handle, CHUNK, number * CHUNK)
+        chunk = _part(source, number * CHUNK, CHUNK)
     except OSError as error:
         return 0, error
     return len(chunk), hashlib.sha256(chunk).hexdigest()
+
+
+def _part(source: Source, begin: int, size: int) -> memoryview:
+    """Return bytes of a file; fewer, if it ends before."""
+    view = memoryview(bytearray(max(0, min(size, source.size - begin))))
+    return view[: source.read_into(begin, view)] if view else view
 
 
 def _differing(
@@ -122,7 +126,7 @@ def _differing(
         count(size)
         begin, end = number * CHUNK, min((number + 1) * CHUNK, file.size)
         if isinstance(digest, OSError):
-            yield begin, end, f"cannot be read: {digest.strerror}"
+            yield begin, end, f"cannot be read: {digest.strerror or digest}"
         elif digest != file.hashes[number]:
             yield begin, end, "differ from what was written"
 
@@ -141,14 +145,14 @@ def _joined(ranges: Iterable[tuple[int, int, str]]) -> list[tuple[int, int, str]
     return joined
 
 
-def _header(handle: int, size: int) -> tuple[dict[str, Any] | None, int]:
+def _header(source: Source) -> tuple[dict[str, Any] | None, int]:
     """Return the header of a file, and where its values begin; None if it makes no sense. Loading trusts only bytes
     with the right hash; here the header serves to name the affected tensors."""
     try:
-        length = int.from_bytes(os.pread(handle, 8, 0), "little")
-        if length > min(MOST_HEADER, size - 8):
+        length = int.from_bytes(_part(source, 0, 8), "little")
+        if length > min(MOST_HEADER, source.size - 8):
             return None, 0
-        header = json.loads(os.pread(handle, length, 8))
+        header = json.loads(bytes(_part(source, 8, length)))
         header.pop("__metadata__", None)
         _places(header, 0)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from shoal.checkpoint.storage.locate import SavedStep, find, folder_of, folders_of, listing, read_manifest
+from shoal.checkpoint.storage.locate import SavedStep, find, find_all, folder_at, is_url, listing
 from shoal.cli.actions import pick
 from shoal.cli.options import parse_options
 from shoal.cli.reports import checkpoint as report
@@ -23,7 +23,7 @@ from shoal.errors import Problem, ShoalError, raise_if
 if TYPE_CHECKING:
     from rich.console import Console
 
-Directory = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIRECTORY")]
+Directory = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIRECTORY")]
 
 ABOUT = {
     "ls": "list steps with sizes, plans and tensors; also drafts and damaged steps",
@@ -44,7 +44,7 @@ class Ls:
     """
 
     directory: Directory
-    """The directory of a run, of its checkpoints, or of one step."""
+    """The directory of a run, of its checkpoints, or of one step; or the URL of checkpoints or a step."""
 
     tensors: bool = False
     """Also list the tensors of each step."""
@@ -61,7 +61,7 @@ class Verify:
     """
 
     directory: Directory
-    """The directory of a run, of its checkpoints, or of one step."""
+    """The directory of a run, of its checkpoints, or of one step; or the URL of checkpoints or a step."""
 
     step: int | None = None
     """The step. None: the newest."""
@@ -82,10 +82,10 @@ class Diff:
     """
 
     first: Directory
-    """The directory of a step, or of a run, whose newest step is compared."""
+    """The directory of a step, or of a run, whose newest step is compared; or a URL."""
 
     second: Directory
-    """The directory of the other step or run."""
+    """The directory or URL of the other step or run."""
 
     weights: bool = False
     """Compare the weights alone, without optimizer state."""
@@ -106,7 +106,7 @@ class Export:
     """
 
     directory: Directory
-    """The directory of a run, of its checkpoints, or of one step."""
+    """The directory of a run, of its checkpoints, or of one step; or the URL of checkpoints or a step."""
 
     to: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TO")]
     """The file or folder to write."""
@@ -202,10 +202,11 @@ def main(arguments: Sequence[str]) -> int:
     kind, act = ACTIONS[action]
     prog = f"shoal checkpoint {action}"
     options = parse_options(kind, arguments[1:], prog=prog)
+    may_be_url = {getattr(options, name, None) for name in OF_URLS.get(action, ())}
     raise_if(
         Problem("R043", f"the path must be on this machine, got {word}", "copy the files to this machine first")
         for word in arguments[1:]
-        if "://" in word
+        if is_url(word) and word not in may_be_url
     )
     return act(options)
 
@@ -225,13 +226,13 @@ def _verify(options: Verify) -> int:
 
     if options.all and options.step is not None:
         raise ShoalError("--all and --step exclude each other", fix=f"--all, or --step {options.step}", code="R044")
-    path = options.directory
-    folders = folders_of(path) if options.all else [folder_of(path, options.step)]
+    there = find_all(options.directory)
+    folders = list(there) if options.all else [folder_at(options.directory, options.step)]
     verdicts: dict[Path, StepVerdict] = {}
     steps: list[SavedStep] = []
     for folder in folders:
         try:
-            steps.append(SavedStep(folder, read_manifest(folder)))
+            steps.append(there[folder]())
         except ShoalError as error:
             verdicts[folder] = StepVerdict(0, (Damage("manifest.json", error.problems[0].what),), ())
     with _progress_bar("verifying", sum(step.num_bytes for step in steps), options) as advance:
@@ -281,7 +282,10 @@ def _model_section(options: Export, step: SavedStep) -> Mapping[str, Any] | None
     """The model section of `--recipe`, else of the recipe in the run directory. None: the checkpoint's own section is
     used."""
     beside = step.path.parent.parent / "recipe.yaml"
-    path = options.recipe or (beside if beside.is_file() and not step.manifest.state.get("recipe") else None)
+    is_here = step.disk.renames
+    path = options.recipe or (
+        beside if is_here and beside.is_file() and not step.manifest.state.get("recipe") else None
+    )
     if path is None:
         return None
     from shoal.config.load import load_recipe
@@ -315,7 +319,7 @@ def _merge(options: Merge) -> int:
     from shoal.train.inference.merge import write_merged
 
     settings = ExportSettings(format=options.format, overwrite=options.overwrite)
-    step, exported = write_merged(options.directory, options.step, options.to, settings)
+    step, exported = write_merged(Path(options.directory), options.step, options.to, settings)
     result = {
         "from": str(options.directory), "step": step, "to": str(options.to), "format": options.format,
         "tensors": exported.tensors, "bytes": exported.num_bytes, "config": exported.config,
@@ -323,6 +327,9 @@ def _merge(options: Merge) -> int:
     _answer(options, lambda: result, lambda console: report.draw_export(console, result))
     return 0
 
+
+OF_URLS = {"ls": ("directory",), "verify": ("directory",), "diff": ("first", "second"), "export": ("directory",)}
+"""Action → the options that may be URLs."""
 
 ACTIONS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "ls": (Ls, _ls),

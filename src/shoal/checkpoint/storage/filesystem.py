@@ -149,6 +149,10 @@ class Filesystem:
         """Return the bytes of a file."""
         return path.stat().st_size
 
+    def modified(self, path: Path) -> float:
+        """Return when a file was written, in seconds since 1970."""
+        return path.lstat().st_mtime
+
     def read(self, path: Path, most: int) -> bytes:
         """Read a file, up to `most` bytes."""
         return read_regular(path, most)[:most]

@@ -1,9 +1,11 @@
-"""Find the checkpoints at a path: the directory of a run, a store of steps, or one step. Nothing here imports torch."""
+"""Find the checkpoints at a path or URL: the directory of a run, a store of steps, or one step. Nothing here imports
+torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -23,6 +25,7 @@ class SavedStep:
 
     path: Path
     manifest: Manifest
+    disk: Filesystem = field(default_factory=Filesystem, compare=False, repr=False)
 
     @property
     def num_bytes(self) -> int:
@@ -57,10 +60,58 @@ class Listed:
     """Seconds since 1970."""
 
 
-def find(path: Path, step: int | None = None) -> SavedStep:
-    """Return the step at a path: itself, the requested one of those in it, or the newest of them."""
-    folder = folder_of(path, step)
+def find(where: str | Path, step: int | None = None) -> SavedStep:
+    """Return the step at a path or URL: itself, the requested one of those in it, or the newest of them."""
+    if is_url(where):
+        store, there = _at_url(str(where))
+        number = _chosen(there, step, where)
+        return SavedStep(there[number], store.manifest(number), store.disk)
+    folder = folder_of(Path(where), step)
     return SavedStep(folder, read_manifest(folder))
+
+
+def find_all(where: str | Path) -> dict[Path, Callable[[], SavedStep]]:
+    """Map the folder of each step at a path or URL, the oldest first, to what reads its manifest, if that can be."""
+    if is_url(where):
+        return {path: partial(find, where, number) for number, path in _at_url(str(where))[1].items()}
+    return {folder: partial(find, folder) for folder in folders_of(Path(where))}
+
+
+def folder_at(where: str | Path, step: int | None = None) -> Path:
+    """Return the folder of the step at a path or URL, whatever its content is."""
+    if not is_url(where):
+        return folder_of(Path(where), step)
+    there = _at_url(str(where))[1]
+    return there[_chosen(there, step, where)]
+
+
+def is_url(where: str | Path) -> bool:
+    """Whether a place is a URL, and not on this machine's disks."""
+    return "://" in str(where)
+
+
+def _at_url(where: str) -> tuple[Store, dict[int, Path]]:
+    """The store at a URL, and its steps; one of them, if the URL names it."""
+    parent, _, name = where.rstrip("/").rpartition("/")
+    is_step = STEP.fullmatch(name) is not None
+    store = Store.at(parent if is_step else where)
+    store.check()
+    steps = {number: store.path(number) for number in store.steps()}
+    found = {number: path for number, path in steps.items() if not is_step or path.name == name}
+    if not found:
+        raise _nothing_in(where)
+    return store, found
+
+
+def _chosen(there: Collection[int], step: int | None, where: str | Path) -> int:
+    """The requested step of those that are there, or the newest."""
+    if step is None or step in there:
+        return max(there) if step is None else step
+    raise ShoalError(
+        f"there is no checkpoint of step {step} in {where}",
+        fix=f"--step {max(there)}; saved steps are {', '.join(map(str, there))}",
+        code="C002",
+    )
 
 
 def folder_of(path: Path, step: int | None = None) -> Path:
@@ -69,13 +120,7 @@ def folder_of(path: Path, step: int | None = None) -> Path:
     if step is None:
         return folders[-1]
     there = {read_manifest(path).step: path} if (path / NAME).is_file() else _done(path)
-    if step not in there:
-        raise ShoalError(
-            f"there is no checkpoint of step {step} in {path}",
-            fix=f"--step {max(there)}; saved steps are {', '.join(map(str, there))}",
-            code="C002",
-        )
-    return there[step]
+    return there[_chosen(there, step, path)]
 
 
 def folders_of(path: Path) -> list[Path]:
@@ -84,8 +129,11 @@ def folders_of(path: Path) -> list[Path]:
     return [path] if (path / NAME).is_file() else list(_done(path).values())
 
 
-def listing(path: Path) -> list[Listed]:
-    """Return all checkpoints at a path: steps by their number, then drafts."""
+def listing(where: str | Path) -> list[Listed]:
+    """Return all checkpoints at a path or URL: steps by their number, then drafts."""
+    if is_url(where):
+        return _listing_at_url(str(where))
+    path = Path(where)
     _reject_non_directory(path)
     if (path / NAME).is_file():
         return [_listed(path, "")]
@@ -94,6 +142,24 @@ def listing(path: Path) -> list[Listed]:
     found = [_listed(folder, latest) for folder in _candidates(root)]
     if not found:
         raise _nothing_in(path)
+    return found
+
+
+def _listing_at_url(where: str) -> list[Listed]:
+    """Complete steps alone: in an object store, a step without a manifest is a save in progress or its remains."""
+    store, there = _at_url(where)
+    latest = (
+        store.disk.read(store.root / LATEST, MOST_NAME).decode().strip() if store.disk.has(store.root / LATEST) else ""
+    )
+    found = []
+    for number, path in there.items():
+        is_latest, when = path.name == latest, store.disk.modified(path / NAME)
+        try:
+            step = SavedStep(path, store.manifest(number), store.disk)
+        except ShoalError as error:
+            found.append(Listed(path, None, f"damaged: {error.problems[0].what}", is_latest, when))
+        else:
+            found.append(Listed(path, step, _trouble(step), is_latest, when))
     return found
 
 
@@ -143,7 +209,7 @@ def _listed(folder: Path, latest: str) -> Listed:
 
 def _trouble(step: SavedStep) -> str:
     """Return damage that is visible without reading: a file that is missing, or of another size."""
-    return next((f"damaged: {name} {what}" for name, what in wrong_sizes(step.path, step.manifest, Filesystem())), "")
+    return next((f"damaged: {name} {what}" for name, what in wrong_sizes(step.path, step.manifest, step.disk)), "")
 
 
 def _when(path: Path) -> float:
@@ -173,7 +239,7 @@ def _reject_non_directory(path: Path) -> None:
         )
 
 
-def _nothing_in(path: Path) -> ShoalError:
+def _nothing_in(path: str | Path) -> ShoalError:
     return ShoalError(
         f"there is no checkpoint in {path}",
         fix="shoal checkpoint ls RUN_DIRECTORY, which has the folder checkpoints",

@@ -112,6 +112,12 @@ class ObjectStore(Filesystem):
         self.system.invalidate_cache()
         return int(self.request(self.system.size, str(path)))
 
+    def modified(self, path: Path) -> float:
+        """Return when an object was written, in seconds since 1970; 0: the store does not say."""
+        with suppress(NotImplementedError):
+            return float(self.request(self.system.modified, str(path)).timestamp())
+        return 0.0
+
     def read(self, path: Path, most: int) -> bytes:
         """Read an object, up to `most` bytes."""
         return bytes(self.request(self.system.cat_file, str(path), start=0, end=most))

@@ -48,7 +48,7 @@ def _of_listed(one: Listed, with_tensors: bool) -> dict[str, Any]:
     return result
 
 
-def draw_listing(console: Console, directory: Path, found: Sequence[Listed], *, with_tensors: bool) -> None:
+def draw_listing(console: Console, directory: str, found: Sequence[Listed], *, with_tensors: bool) -> None:
     """A table of checkpoints, and one of the tensors of each."""
     from rich.table import Table
 
