@@ -266,3 +266,12 @@ def test_invalid_node_lists_are_rejected(text: str) -> None:
 @pytest.mark.parametrize(("text", "counts"), [("4(x2),3", [4, 4, 3]), ("2", [2]), ("1,2(x3)", [1, 2, 2, 2])])
 def test_tasks_per_node(text: str, counts: list[int]) -> None:
     assert expand_counts(text) == counts
+
+
+def test_a_store_of_each_round_of_torchrun_needs_no_number() -> None:
+    """With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which a node that joins later needs (torch 2.13)."""
+    for value, expected in (("False", True), ("True", False), (None, False)):
+        environ = {**TORCHRUN, **({} if value is None else {"TORCHELASTIC_USE_AGENT_STORE": value})}
+        found = read_environment(environ)
+        assert found is not None
+        assert found.has_new_store is expected

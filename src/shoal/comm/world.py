@@ -312,8 +312,9 @@ def _choose_interface(place: Placement) -> None:
 def _make_group(place: Placement, *, backend: str, timeout: timedelta, store: dist.Store | None) -> Session | None:
     """Create torch's group of all ranks. None: no authentication, for one rank and in a store without a key."""
     # Other ranks cannot count the worlds that this rank had alone, nor those before they replaced a lost one.
-    number = next(_WORLDS[place.generation]) if place.world_size > 1 else 0
-    run = f"{place.world_size} ranks, generation {place.generation}, world {number}"
+    generation = 0 if place.has_new_store else place.generation
+    number = next(_WORLDS[generation]) if place.world_size > 1 else 0
+    run = f"{place.world_size} ranks, generation {generation}, world {number}"
     key: bytes | None = None
     if place.world_size == 1:
         store = dist.HashStore()  # in memory: no port, no peer to wait for

@@ -46,6 +46,9 @@ class Placement:
     source: Source = "shoal"
     generation: int = 0
     """How often the processes of this run were restarted."""
+    has_new_store: bool = False
+    """Whether each generation has a store of its own. Then ranks need no number for it: each agent of torchrun counts
+    its own restarts, and one that has joined later counts fewer."""
     key: bytes | None = field(default=None, repr=False)
     """The secret that all ranks share. None: read it from a file."""
     key_file: str | None = None
@@ -104,6 +107,7 @@ def _from_torchrun(read: _Reader) -> Placement:
         # In a requeued job of Slurm, torchrun counts from 0 again.
         generation=read.integer("TORCHELASTIC_RESTART_COUNT", default=0)
         + read.integer("SLURM_RESTART_COUNT", default=0),
+        has_new_store=read.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False",
         job=read.environ.get("TORCHELASTIC_RUN_ID", ""),
     )
     read.finish()
