@@ -78,6 +78,7 @@ def test_a_long_round_trip_and_lost_packets(host: Host, tmp_path: Path, round_tr
     assert median_step(tmp_path / "far") < 1.1 * median_step(tmp_path / "near")
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("round_trip", "is_slow"), [(0.04, True), pytest.param(0.0, False, marks=pytest.mark.wide)])
 def test_a_slow_link_explains_itself(host: Host, tmp_path: Path, round_trip: float, is_slow: bool) -> None:
