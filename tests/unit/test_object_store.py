@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import uuid
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -18,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from shoal.blueprint.faults import Faults
 from shoal.checkpoint.storage import shard_file
 from shoal.checkpoint.storage.filesystem import Filesystem
-from shoal.checkpoint.storage.manifest import CHUNK, NAME, Entry, Manifest, Piece
+from shoal.checkpoint.storage.manifest import NAME, Entry, Manifest, Piece
 from shoal.checkpoint.storage.object_store import ObjectStore
 from shoal.checkpoint.storage.store import Store
 from shoal.errors import StoreTaken
@@ -71,27 +70,6 @@ def test_steps_are_saved_and_loaded_and_go(store: Store) -> None:
     assert store.disk.read(store.root / "latest", 100) == b"step-00000003\n"
     assert store.latest_valid() == (3, {})
     assert loaded(store, 2) == (2, 2.0)
-
-
-def test_a_range_is_read_while_another_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One reader, and the hash of chunk 2 waits for the range of chunk 6: a reader that hashes would never read it."""
-    disk = ObjectStore(LocalFileSystem())
-    tensor = torch.arange(10 * CHUNK // 8)
-    file = shard_file.write(tmp_path / "a", {"a": tensor}, disk)
-    second, check = threading.Event(), shard_file.Reader._check
-
-    def check_late(reader: shard_file.Reader, first: int, view: memoryview, count: int) -> None:
-        if first == 6:
-            second.set()
-        assert first != 2 or second.wait(10), "the reader waits for a hash"
-        check(reader, first, view, count)
-
-    monkeypatch.setattr(shard_file.Reader, "_check", check_late)
-    monkeypatch.setattr(shard_file, "THREADS", 2)
-    shared = shard_file.Reading(at_once=1)
-    with shard_file.Reader(tmp_path / "a", file, disk=disk, reading=shared) as reader:
-        assert torch.equal(reader.rows("a", "I64", tensor.shape, 0, len(tensor)), tensor)
-    shared.close()
 
 
 def test_the_run_that_claims_a_store_last_is_the_only_one_that_saves(store: Store) -> None:

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.affinity import num_cores
 from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import CHUNK, MOST_DIMS, MOST_ELEMENTS, SIZES, File, read_json
 from shoal.errors import ShoalError
@@ -37,8 +36,8 @@ NAMES = {
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 MOST_HEADER = 100 * 2**20
 """Maximum bytes of a header; the safetensors package has the same limit."""
-THREADS = min(4, num_cores())
-"""Threads that hash: one hashes 0.3 to 2 GB a second. More than there are cores would take them from the requests."""
+THREADS = 4
+"""Threads that hash what is written: one hashes 1 to 2 GB a second."""
 AHEAD = 8
 """Chunks that may wait to be hashed, and so stay in memory, while later ones are written."""
 BLOCK = 16 * CHUNK
@@ -105,7 +104,6 @@ class Reading:
     def __init__(self, most_chunks: int = 16, *, at_once: int = Filesystem.reads_at_once) -> None:
         self.most_chunks = most_chunks
         self.threads = ThreadPoolExecutor(at_once, "shoal-read")
-        self.hashing = ThreadPoolExecutor(THREADS, "shoal-hash")
         self._kept: OrderedDict[tuple[Path, int], Future[memoryview]] = OrderedDict()
 
     def keep(self, path: Path, number: int, chunk: Future[memoryview]) -> None:
@@ -123,7 +121,6 @@ class Reading:
     def close(self) -> None:
         """End the threads when they are done."""
         self.threads.shutdown()
-        self.hashing.shutdown()
         self._kept.clear()
 
 
@@ -178,7 +175,7 @@ class Reader:
     def read_into(self, begin: int, view: memoryview) -> None:
         """Fill memory with a part of the file; every chunk of it has been checked when this returns."""
         assert 0 <= begin <= begin + len(view) <= self.file.size
-        straight: list[Future[Future[None]]] = []
+        straight: list[Future[None]] = []
         through: list[tuple[Future[memoryview], int, memoryview]] = []
         # After a long read, the next one is probably long: better as one request than by chunks.
         is_ahead = len(view) < CHUNK or self._source.block <= CHUNK
@@ -192,8 +189,8 @@ class Reader:
             begin, view = begin + size, view[size:]
             self._last = (begin - 1) // CHUNK
         wait(straight)  # for all: none may write to this memory after another one has failed
-        for checked in [one.result() for one in straight]:
-            checked.result()
+        for done in straight:
+            done.result()
         for chunk, at, part in through:
             part[:] = chunk.result()[at : at + len(part)]
 
@@ -224,23 +221,17 @@ class Reader:
 
     def _new_chunk(self, number: int) -> memoryview:
         view = memoryview(bytearray(self._size_of(number)))
-        self._read_chunks(number, view).result()
+        self._read_chunks(number, view)
         return view
 
-    def _read_chunks(self, first: int, view: memoryview) -> Future[None]:
-        """Fill memory with whole chunks, from one on. They are checked while this thread reads others: if it checked
-        them itself, readers that have begun together would all hash at one time, and none would read."""
+    def _read_chunks(self, first: int, view: memoryview) -> None:
+        """Fill memory with whole chunks, from one on, and check each."""
         begin = first * CHUNK
         try:
             count = self._source.read_into(begin, view)
         except OSError as error:
             place = f"bytes {begin:,} to {begin + len(view):,}"
             raise _damaged(self.path, f"{place} cannot be read: {error.strerror or error}") from error
-        return self._reading.hashing.submit(self._check, first, view, count)
-
-    def _check(self, first: int, view: memoryview, count: int) -> None:
-        """Raise if one of the chunks in memory, of which `count` bytes were read, is not what was written."""
-        begin = first * CHUNK
         for number, at in enumerate(range(0, len(view), CHUNK), first):
             chunk = view[at : at + CHUNK]
             is_cut = count < at + len(chunk)
