@@ -226,6 +226,13 @@ def test_a_models_own_loss_of_some_tokens_is_rejected(kind: str, words: str, cod
         model(**batch(kind))
 
 
+def test_classes_of_samples_are_not_shifted() -> None:
+    model = build("bert sequence")
+    assert shifts_labels(model, describe(model)) is False
+    model.config.problem_type = "multi_label_classification"
+    assert shifts_labels(model, describe(model)) is None
+
+
 def test_the_convention_of_a_loss_with_other_terms_is_not_known() -> None:
     """Else it would be computed without them: inside the head, under pp, and under cp."""
     model, batched = build("llama"), batch("llama")

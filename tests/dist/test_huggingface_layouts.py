@@ -27,6 +27,7 @@ from shoal.verification.exact_casts import keeping_float64
 from shoal.verification.rank import verify_in
 from tests.cover import wide
 from tests.dist.pool import Pool
+from tests.rejects import rejects
 
 pytest.importorskip("transformers")
 import transformers
@@ -195,6 +196,32 @@ def verified(world: World, build: Callable[[], nn.Module], words: str) -> bool:
     case = Case(build=build, batches=[huggingface.batch("llama")], plan=Plan.parse(f"fp64 {words}").resolve(world.size))
     verdict = verify_in(world, case).verdict
     return verdict is None or verdict.equal
+
+
+def classifier(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = getattr(transformers, f"{name}Config")(**sizes, num_attention_heads=2, num_labels=3, pad_token_id=0)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    model: nn.Module = getattr(transformers, f"{name}ForSequenceClassification")(config)
+    return model
+
+
+def classified(world: World, name: str) -> str | bool:
+    ids = torch.randint(1, 32, (4, 6), generator=torch.Generator().manual_seed(0))
+    ids[0, 3:] = 0
+    labels, plan = torch.arange(4) % 3, Plan.parse("fp64 pp=2 1f1b mb=2").resolve(world.size)
+    padded = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    build, batches = functools.partial(classifier, name), [{**padded, "labels": labels}]
+    verdict = verify_in(world, Case(build=build, batches=batches, plan=plan)).verdict
+    with rejects("T021", "whole numbers as labels"):
+        verify_in(world, Case(build=build, batches=[{**padded, "labels": torch.rand(4, 3)}], plan=plan))
+    return verdict is None or verdict.equal
+
+
+@pytest.mark.parametrize("name", ["Bert", wide("Qwen3")])
+def test_a_pipeline_of_a_classifier(pool: Pool, name: str) -> None:
+    assert all(pool.run(classified, 2, name))
 
 
 @pytest.mark.parametrize("words", ["pp=2 1f1b mb=2", "cp=2 mb=2"])

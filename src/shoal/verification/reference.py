@@ -20,7 +20,8 @@ from shoal.numerics.init import has_init_rule, init_missing, initialise, materia
 from shoal.numerics.precision import precision_of, silence_matmul_warning
 from shoal.parallel.expert.router import auxiliary_loss, biases, update_biases
 from shoal.train.build_model import adapter_of
-from shoal.train.loss.labels import is_shifting, shifted, takes_labels
+from shoal.train.loss.labels import OWN_LOSS, is_shifting, shifted, takes_labels
+from shoal.train.loss.objective import reject_shapes
 from shoal.verification.case import Case
 from shoal.verification.compare import Observation
 from shoal.verification.exact_casts import keeping_float64
@@ -116,6 +117,7 @@ def _loss(model: nn.Module, batch: Any, case: Case) -> Any:
     else:
         output = model(batch[0], **given)
     logits, own = getattr(output, "logits", output), getattr(output, "loss", None)
+    reject_shapes(logits, labels, fix="" if own is None else OWN_LOSS)
     adds_routers = getattr(output, "aux_loss", None) is not None
     if isinstance(own, Tensor) and is_shifting(own, logits, labels, adds_routers=adds_routers):
         labels = shifted(labels)

@@ -9,6 +9,7 @@ it if the loss that the model returns is not what that function returned, since 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -48,14 +49,13 @@ def shifts_labels(model: Any, description: Description) -> bool | None:
     inputs = inputs_of(model)
     if inputs is None:
         return None
-    try:
-        return _shifts_labels(model, description, inputs, with_blocks=True)
-    except Exception:  # a block needs real values, or the model other inputs
-        pass
-    try:
-        return _shifts_labels(model, description, inputs, with_blocks=False)
-    except Exception:
-        return None
+    tokens = inputs.get("decoder_input_ids", next(iter(inputs.values())))
+    shapes = dict.fromkeys((tokens.shape if tokens.dim() == 2 else tokens.shape[:1], tokens.shape[:1]))
+    for shape in shapes:  # a label for each token; for each sample
+        for with_blocks in (True, False):
+            with suppress(Exception):  # a block needs real values, or the model other inputs or labels
+                return _shifts_labels(model, description, inputs, shape, with_blocks=with_blocks)
+    return None
 
 
 class _Through(nn.Module):
@@ -66,14 +66,13 @@ class _Through(nn.Module):
 
 
 def _shifts_labels(
-    model: Any, description: Description, inputs: Mapping[str, Tensor], *, with_blocks: bool
+    model: Any, description: Description, inputs: Mapping[str, Tensor], shape: torch.Size, *, with_blocks: bool
 ) -> bool | None:
     skeleton: Any = skeleton_of(model).float()  # a cast of logits to float32 is then none
     adapt(skeleton, description, None)
     for name in () if with_blocks else description.blocks:
         skeleton.set_submodule(name, _Through())
-    tokens = inputs.get("decoder_input_ids", next(iter(inputs.values())))
-    labels = torch.zeros(tokens.shape if tokens.dim() == 2 else tokens.shape[:1], dtype=torch.int64, device="meta")
+    labels = torch.zeros(shape, dtype=torch.int64, device="meta")
     passed: list[tuple[Any, Any]] = []
     noted = torch.zeros((), device="meta")
 
