@@ -65,8 +65,7 @@ def compose(
     originals = dict(model.named_parameters(remove_duplicate=False))
     by_hand = note_split_layers(model, tensor)
     shapes = {name: tuple(parameter.shape) for name, parameter in originals.items()} | by_hand
-    is_by_hand = bool(by_hand)
-    validate_model(model, plan, description, tensor, shapes, policies, is_split_by_hand=is_by_hand)
+    validate_model(model, plan, description, tensor, shapes, policies, is_split_by_hand=bool(by_hand))
     compute, sync = policies.compute, policies.sync
     num_parameters = sum(math.prod(shapes[name]) for name, _ in model.named_parameters())
     routed = {name: router.num_experts for name, router in routers(model).items()}
@@ -103,7 +102,7 @@ def compose(
         batch_norm=batch_norm,
         frozen=FrozenParameters.of(models) if is_own or not is_sharded else FrozenParameters(),
         is_sharded=is_sharded,
-        is_split_by_hand=is_by_hand,
+        is_split_by_hand=bool(by_hand),
         originals=originals,
         shapes=shapes,
         num_parameters=num_parameters,
