@@ -48,8 +48,8 @@ class RunInvocation:
         return replace(self, generation=placement.generation, is_replacement=True, start_time=time.time())
 
     def agreed(self, placement: Placement | None, world: World) -> RunInvocation:
-        """These options in one generation on all ranks. Agents of torchrun count their own restarts, and a rank that took
-        this for the first generation would start over what others resume."""
+        """These options in one generation on all ranks. Agents of torchrun count their own restarts, and a rank that
+        took this for the first generation would start over what others resume."""
         if placement is None or not placement.has_new_store:
             return self
         return replace(self, generation=max(world.all_gather_object(self.generation)))
