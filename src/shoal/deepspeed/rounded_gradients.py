@@ -1,4 +1,4 @@
-"""What DeepSpeed computes at stage 0 in bf16, and at no other stage.
+"""Compute as DeepSpeed does at stage 0 in bf16, and at no other stage.
 
     when built    its optimizer makes a step with gradients of zero: Adam's bias correction is a step ahead, and weights
                   decay once more. The first forward still has the weights from before it

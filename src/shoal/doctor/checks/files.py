@@ -9,6 +9,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from shoal.doctor.bounded import Check
@@ -121,15 +122,19 @@ def readable(name: str, path: Path, fix: str) -> Iterator[Finding]:
 
 
 MOST_FILES = 10_000
+"""Files that are counted: a list of all could take longer than a host may be silent."""
 
 
 def contents(path: Path) -> str:
     """How many files a path has and how large they are, to compare it between hosts; empty: it cannot be read."""
     try:
-        every = sorted(each for each in path.rglob("*") if each.is_file())[:MOST_FILES] if path.is_dir() else [path]
+        found = (each for each in path.rglob("*") if each.is_file()) if path.is_dir() else iter([path])
+        every = list(islice(found, MOST_FILES + 1))  # in an order that differs between hosts
         sizes = [each.stat().st_size for each in every]
     except OSError:
         return ""
+    if len(every) > MOST_FILES:
+        return f"more than {MOST_FILES:,} files"
     return f"{len(every):,} file{'s' * (len(every) != 1)} of {sum(sizes):,} bytes"
 
 

@@ -56,7 +56,7 @@ def code_of(folder: Path) -> str:
 
 
 def _git(folder: Path, *words: str) -> bytes:
-    """What git prints; nothing, if it fails or takes long."""
+    """The output of git; nothing, if it fails or takes long."""
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *words]
     try:
         return subprocess.run(command, capture_output=True, check=True, timeout=1.5).stdout

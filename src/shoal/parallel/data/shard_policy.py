@@ -60,7 +60,7 @@ DEFAULT_SHARDING = ShardPolicy()
 
 
 def _class_names(given: Any) -> tuple[str, ...]:
-    """What was probably meant by one name, one class, or a list of either."""
+    """Names that were probably meant by one name, one class, or a list of either."""
     several = given if isinstance(given, list | tuple | set) else (given,)
     names = (one if isinstance(one, str) else getattr(one, "__name__", None) for one in several)
     return tuple(name for name in names if name) or ("LlamaDecoderLayer",)

@@ -32,7 +32,7 @@ LATER = "is_packed_later"
 
 
 class Quantized(Adapted):
-    """What layers share whose frozen weight is packed. It is no parameter: no layout sends or saves it."""
+    """A layer whose frozen weight is packed. It is no parameter: no layout sends or saves it."""
 
     packed: Packed
     pack_device: torch.device | None = None
@@ -92,7 +92,7 @@ class QuantizedLoRA(Quantized, LoRALinear):
 
 
 class _CutQuantized(Quantized):
-    """What this rank has of a packed weight, rounded as on one device."""
+    """This rank's part of a packed weight, rounded as on one device."""
 
     tensor: Any  # a shoal.parallel.tensor.TensorParallel
     packed_dim: ClassVar[int]

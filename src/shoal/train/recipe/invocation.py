@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.comm.rendezvous.launcher_environment import Placement
+from shoal.comm.world import World
 from shoal.observe.metrics import Sink
 from shoal.train.recipe.saving.host_storage import HostStorage
 
@@ -45,3 +46,10 @@ class RunInvocation:
         if placement is None or placement.generation <= self.generation:
             return self
         return replace(self, generation=placement.generation, is_replacement=True, start_time=time.time())
+
+    def agreed(self, placement: Placement | None, world: World) -> RunInvocation:
+        """These options in one generation on all ranks. Agents of torchrun count their own restarts, and a rank that
+        took this for the first generation would start over what others resume."""
+        if placement is None or not placement.has_new_store:
+            return self
+        return replace(self, generation=max(world.all_gather_object(self.generation)))

@@ -49,6 +49,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
     invocation = invocation.in_generation_of(placement)
     world = World.start(placement, device=launch.device, timeout=launch.timeout, store=store, threads=launch.threads)
     note_joined()
+    invocation = invocation.agreed(placement, world)
     if not invocation.is_replacement:
         reject_unlike_data(world, job)
     job, sync_chosen = resolve_sync(job, world)

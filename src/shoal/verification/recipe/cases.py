@@ -102,7 +102,7 @@ def check_case(
 
 
 def _check_language_model(recipe: Recipe) -> list[Problem]:
-    """What a run of the recipe's own model rejects whatever its data are; a small copy would not show it."""
+    """Problems of the recipe's own model with any data, which a run rejects and a small copy would not show."""
     model = without_memory(lambda: build_model(recipe.model))
     adapter = None if model is None else adapter_of(model)
     if adapter is None or getattr(model, "recipe_task", None) != "next token":
