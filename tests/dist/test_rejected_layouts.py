@@ -13,7 +13,7 @@ from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.parallel.checks import check_model
-from shoal.parallel.policies import ComputePolicy, SyncPolicy
+from shoal.parallel.policies import Policies
 from shoal.train.run import Run
 from tests.dist.pool import on_ranks
 from tests.rejects import rejects
@@ -172,8 +172,21 @@ class Scaled(nn.Module):
 
 def test_a_parameter_without_a_dim_is_rejected_under_zero() -> None:
     """torch raised a ValueError of its own."""
-    settings = ComputePolicy(), SyncPolicy()
     for scale in (torch.zeros(()), torch.zeros(1)):
-        found = check_model(Scaled(scale), Plan.parse("zero=3").resolve(2), Description(), *settings)
+        found = check_model(Scaled(scale), Plan.parse("zero=3").resolve(2), Description(), Policies())
         assert [(problem.code, "scale" in problem.what) for problem in found] == [("M150", True)][scale.dim() :]
-    assert check_model(Scaled(torch.zeros(())), Plan.parse("").resolve(2), Description(), *settings) == []
+    assert check_model(Scaled(torch.zeros(())), Plan.parse("").resolve(2), Description(), Policies()) == []
+
+
+def test_hooks_of_parameters_that_are_replaced_are_rejected() -> None:
+    """They were lost without a word, and gradients were other ones than on one device."""
+    for register in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
+        model = Tower()
+        assert check_model(model, Plan.parse("zero=3").resolve(2), model.describe(), Policies()) == []
+        register(model.head.weight, lambda gradient: None)
+        for words, size in (("zero=1", 2), ("zero=3", 2), ("tp=2", 2), ("zero=0", 2), ("zero=3", 1), ("pp=2 1f1b", 2)):
+            found = check_model(model, Plan.parse(words).resolve(size), model.describe(), Policies())
+            is_replaced = size == 2 and words in ("zero=1", "zero=3", "tp=2")
+            assert [(p.code, f"{words} " in p.what, "head.weight" in p.what) for p in found] == [
+                ("M156", True, True)
+            ] * is_replaced, words

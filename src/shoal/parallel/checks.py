@@ -70,6 +70,7 @@ def check_model(model: nn.Module, plan: Plan, description: Description, policies
         *(_unshared_batch_norm(model, plan) if compute.sync_batch_norm else ()),
         *_unused_with_shards(plan, finds_unused=policies.sync.find_unused_parameters),
         *_scalars_with_shards(model, plan),
+        *_hooks_of_replaced(model, plan),
         *_no_layer_for_fp8(model, plan, description, compute.fp8_min_features),
         *(_not_fused(model, plan, description) if compute.fused_loss else ()),
         *check_units(
@@ -123,6 +124,25 @@ def _scalars_with_shards(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             f"under zero={plan.zero} every parameter must have a dim to cut, got {', '.join(scalars[:4])} of shape ()",
             "nn.Parameter(torch.ones(1)) in place of torch.ones(()), or zero=0",
         )
+
+
+def _hooks_of_replaced(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    """Hooks of parameters that a layout replaces by pieces, which have no hooks."""
+    degrees = {"zero": (plan.zero or 0) * plan.is_sharded, "tp": plan.layout.tp - 1, "ep": plan.layout.ep - 1}
+    replacing = [f"{word}={degree + (word != 'zero')}" for word, degree in degrees.items() if degree]
+    hooked = [name for name, parameter in model.named_parameters() if _has_hooks(parameter)]
+    if replacing and hooked:
+        yield Problem(
+            "M156",
+            f"{replacing[0]} replaces parameters by pieces of them, and hooks of gradients would be lost, got hooks of"
+            f" {', '.join(hooked[:4])}",
+            "run.on_gradients, a function that is called when a step's gradients are complete; or zero=0 tp=1 ep=1",
+        )
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a script has called `register_hook` or `register_post_accumulate_grad_hook` of a parameter."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
 def _no_layer_for_fp8(
