@@ -198,6 +198,11 @@ def test_a_loss_that_is_not_cross_entropy_is_rejected() -> None:
     )
 
 
+def test_a_count_in_the_batch_is_rejected() -> None:
+    """Under pp it was ignored."""
+    refused("gpt2", {**batch("gpt2"), "num_items_in_batch": torch.full((8,), 30)}, "T105")
+
+
 def test_a_loss_of_routers_is_no_sum_over_microbatches() -> None:
     refused("mixtral", batch("mixtral"), r"of its routers beside the cross-entropy")
     model = build("mixtral").float()

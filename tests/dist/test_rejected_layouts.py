@@ -188,5 +188,5 @@ def test_hooks_of_parameters_that_are_replaced_are_rejected() -> None:
             found = check_model(model, Plan.parse(words).resolve(size), model.describe(), Policies())
             is_replaced = size == 2 and words in ("zero=1", "zero=3", "tp=2")
             assert [(p.code, f"{words} " in p.what, "head.weight" in p.what) for p in found] == [
-                ("M156", True, True)
+                ("M151", True, True)
             ] * is_replaced, words

@@ -133,7 +133,7 @@ def _hooks_of_replaced(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     hooked = [name for name, parameter in model.named_parameters() if _has_hooks(parameter)]
     if replacing and hooked:
         yield Problem(
-            "M156",
+            "M151",
             f"{replacing[0]} replaces parameters by pieces of them, and hooks of gradients would be lost, got hooks of"
             f" {', '.join(hooked[:4])}",
             "run.on_gradients, a function that is called when a step's gradients are complete; or zero=0 tp=1 ep=1",

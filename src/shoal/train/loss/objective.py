@@ -280,6 +280,12 @@ def loss_of_output(objective: Objective, output: Any, batch: Any, weight: float)
 def _labels(batch: Any) -> Tensor:
     if isinstance(batch, Mapping) and "labels" in batch:
         labels = batch["labels"]
+        if "num_items_in_batch" in batch:
+            raise ShoalError(
+                "a run divides the loss by the labels of the global batch, got a batch with num_items_in_batch",
+                fix="a batch without num_items_in_batch, or Run(loss=lambda model, batch: model(**batch).loss)",
+                code="T105",
+            )
     elif isinstance(batch, tuple | list) and len(batch) == 2:
         labels = batch[1]
     else:
