@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal import Description
 from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
 from shoal.errors import ShoalError
@@ -157,25 +156,6 @@ def test_an_update_in_the_middle_of_a_batch(world: World) -> None:
         break
     with pytest.raises(ShoalError, match="1 of 2 microbatches had a backward"):
         run.update()
-
-
-class Scaled(nn.Module):
-    """A temperature of its own, as CLIP has one."""
-
-    def __init__(self, scale: Tensor) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(6, 5), nn.Parameter(scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scale.exp()
-
-
-def test_a_parameter_without_a_dim_is_rejected_under_zero() -> None:
-    """torch raised a ValueError of its own."""
-    for scale in (torch.zeros(()), torch.zeros(1)):
-        found = check_model(Scaled(scale), Plan.parse("zero=3").resolve(2), Description(), Policies())
-        assert [(problem.code, "scale" in problem.what) for problem in found] == [("M150", True)][scale.dim() :]
-    assert check_model(Scaled(torch.zeros(())), Plan.parse("").resolve(2), Description(), Policies()) == []
 
 
 def test_hooks_of_parameters_that_are_replaced_are_rejected() -> None:

@@ -158,14 +158,15 @@ def units(description: Description, present: Collection[str]) -> Iterator[Unit]:
 def sharded_units(plan: Plan, model: ModelShapes, part: StageShapes) -> list[tuple[Unit, Shapes]]:
     """The nonempty units of a stage with their pieces, as `fully_shard` gathers them.
 
-    Experts under ep are a unit of their own, inside their block and sharded before it.
+    Experts under ep are a unit of their own, inside their block and sharded before it. A parameter of shape () is in
+    no unit.
     """
     present = [module for module in part.modules if any(is_in(name, [module]) for name in part.pieces)]
     found = list(units(model.description, present))
     chosen = model.units_beside_experts if plan.layout.ep > 1 else model.units
     if chosen is not None:
         found = [*(Unit((name,)) for name in chosen), Unit(("",), is_root=True)]
-    left = dict(part.pieces)
+    left = {name: shape for name, shape in part.pieces.items() if shape}
     homes = {name: experts_of(model.description, name) if plan.layout.ep > 1 else None for name in left}
     filled = []
     for unit in found:
@@ -302,8 +303,8 @@ def is_partial(description: Description, name: str, *, splits_tokens: bool) -> b
 
 
 def shard(shape: Shape, *, index: int, degree: int) -> int:
-    """Elements of one rank's shard of a piece: some of its rows."""
-    return prod(shape) if degree == 1 else chunk(shape[0], index=index, degree=degree) * prod(shape[1:])
+    """Elements of one rank's shard of a piece: some of its rows. One of shape () stays whole."""
+    return prod(shape) if degree == 1 or not shape else chunk(shape[0], index=index, degree=degree) * prod(shape[1:])
 
 
 def chunk(size: int, *, index: int, degree: int) -> int:

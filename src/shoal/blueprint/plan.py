@@ -238,6 +238,11 @@ class Plan:
         return "dp_shard" if self.layout.cp == 1 else "dp_shard_cp"
 
     @property
+    def number_axis(self) -> str:
+        """The axis over which `zero` averages gradients of parameters of shape (), which it cannot cut."""
+        return self.shard_axis if self.layout.dp_replicate == 1 else "dp_cp"
+
+    @property
     def is_sharded(self) -> bool:
         """Whether `zero` shards anything over more than one rank."""
         return bool(self.zero) and self.layout.degree(self.shard_axis) > 1

@@ -23,7 +23,8 @@ from shoal.parallel.expert.experts import experts_in
 from shoal.parallel.expert.router import routers
 from shoal.parallel.fused_loss_head import why_not_fused
 from shoal.parallel.lora.checks import check_adapters
-from shoal.parallel.policies import Policies
+from shoal.parallel.policies import Policies, SyncPolicy
+from shoal.parallel.replica_sync import uses_own_reducer
 from shoal.parallel.split_layers import WHOLE
 from shoal.parallel.tensor import TensorParallel
 
@@ -69,8 +70,8 @@ def check_model(model: nn.Module, plan: Plan, description: Description, policies
         *_ties_that_break(model, plan, description),
         *(_unshared_batch_norm(model, plan) if compute.sync_batch_norm else ()),
         *_unused_with_shards(plan, finds_unused=policies.sync.find_unused_parameters),
-        *_scalars_with_shards(model, plan),
         *_hooks_of_replaced(model, plan),
+        *_numbers_with_shards(model, plan, policies.sync, divided),
         *_no_layer_for_fp8(model, plan, description, compute.fp8_min_features),
         *(_not_fused(model, plan, description) if compute.fused_loss else ()),
         *check_units(
@@ -116,13 +117,24 @@ def _unused_with_shards(plan: Plan, *, finds_unused: bool) -> Iterator[Problem]:
         )
 
 
-def _scalars_with_shards(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
-    if scalars and plan.is_sharded:
+def _numbers_with_shards(model: nn.Module, plan: Plan, sync: SyncPolicy, experts: Sequence[str]) -> Iterator[Problem]:
+    """Find parameters of shape () whose gradients `FSDPSync` does not average. `experts`: those that `ep` divides."""
+    numbers = [name for name, parameter in model.named_parameters() if not parameter.dim()]
+    if plan.is_sharded and plan.layout.dp_replicate > 1 and uses_own_reducer(plan, sync):
+        settings = {"sync": plan.sync, "compress": plan.compress, "algorithm": sync.algorithm}
+        setting = next(f"{key}={value}" for key, value in settings.items() if value)
+    elif plan.zero and plan.offloaded == "parameters":
+        setting = f"offload={plan.offload}"
+    else:
+        setting = f"ep={plan.ep}"
+        numbers = [name for name in numbers if plan.is_sharded and is_inside(name, experts)]
+    if numbers:
         yield Problem(
             "M150",
-            f"under zero={plan.zero} every parameter must have a dim to cut, got {', '.join(scalars[:4])} of shape ()",
-            "nn.Parameter(torch.ones(1)) in place of torch.ones(()), or zero=0",
+            f"under zero={plan.zero} with {setting} every parameter must have a dim to cut,"
+            f" got {', '.join(numbers[:4])} of shape ()",
+            "nn.Parameter(torch.ones(1)) in place of torch.ones(()), zero=0, or a plan without"
+            f" {setting.partition('=')[0]}",
         )
 
 

@@ -9,7 +9,7 @@ is gone before the next one is filled.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -96,7 +96,7 @@ def compose(
         routed=routed,
         experts=frozenset(setup.divided),
         pipeline=_pipeline(parts, skeleton, setup),
-        shards=FSDPSync(models, plan.zero or 0) if is_sharded else GradientSync(),
+        shards=_shard_sync(models, shapes, plan, mesh) if is_sharded else GradientSync(),
         replicas=replica_sync,
         statistics=_statistics(models, plan, mesh) if tracks else None,
         batch_norm=batch_norm,
@@ -228,6 +228,13 @@ def _divide_experts(model: nn.Module, unit: Unit, setup: _Setup) -> list[nn.Modu
         divide_experts(module, setup.experts)
         setup.divided.update(f"{name}.{own}" for own, _ in module.named_parameters())
     return list(found.values())
+
+
+def _shard_sync(models: Sequence[nn.Module], shapes: Mapping[str, tuple[int, ...]], plan: Plan, mesh: Mesh) -> FSDPSync:
+    """FSDP2, and the ranks that average gradients of parameters of shape (), which it cannot cut. All ranks make that
+    group if the model has one, also in stages that have none."""
+    group = None if all(shapes.values()) else mesh.group(plan.number_axis)
+    return FSDPSync(models, plan.zero or 0, group)
 
 
 def _balance(model: nn.Module, plan: Plan, mesh: Mesh, tensor: TensorParallel) -> AuxLoss | None:

@@ -39,10 +39,14 @@ class TensorPlacement:
     """Second names of tied parameters, of which another stage has a copy of its own."""
     _boxes: dict[str, tuple[Box, ...]] = field(default_factory=dict)
 
+    def is_cut(self, name: str) -> bool:
+        """Whether `zero` cuts a parameter: one of shape () has no dim to cut."""
+        return self.is_sharded and bool(self.shapes[name])
+
     def is_replicated(self, name: str, axis: str) -> bool:
         """Whether all ranks along an axis hold the same piece of a parameter."""
         if axis in ("dp_shard", "cp"):
-            return not self.is_sharded
+            return not self.is_cut(name)
         return {"tp": name not in self.tensor.cuts, "pp": False}.get(axis, True)
 
     def is_owner(self, name: str, besides: Sequence[str] = (), *, and_copies: bool = False) -> bool:
@@ -84,7 +88,7 @@ class TensorPlacement:
 
         if name in self.experts:
             cut(layout.place(rank, "ep"), layout.ep)
-        if self.is_sharded:
+        if self.is_cut(name):
             axis = "edp" if name in self.experts else self.plan.shard_axis
             cut(layout.place(rank, axis), layout.degree(axis))
         yield from _placed(begin, shape, dim, own)
@@ -94,7 +98,7 @@ class TensorPlacement:
         shape, mesh, tensor = self.shapes[name], self.mesh, self.tensor
         dim, is_expert = tensor.cuts.get(name), name in self.experts
         plain = to_local(piece)
-        if self.is_sharded:
+        if self.is_cut(name):
             num_rows = shape[0] // (self.plan.layout.ep if is_expert else 1)
             num_rows = chunk(num_rows, index=tensor.index, degree=tensor.degree) if dim == 0 else num_rows
             group = mesh.groups["edp" if is_expert else self.plan.shard_axis]

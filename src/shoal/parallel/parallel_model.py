@@ -203,6 +203,7 @@ class ParallelModel:
             torch._foreach_div_(own, self.plan.layout.ep)
         if self.tensor.partial:
             all_reduce_together(self._gradients_of(self.tensor.partial), self.tensor.group)
+        self.shards.finish_gradients(step)
         self.replicas.finish_gradients(step)
         if self.pipeline is not None:
             for first, second in self.tied:

@@ -12,6 +12,9 @@ zero   between forward and backward   gradients   optimizer   gathered          
 With `dp_replicate` as well (HSDP), shards of the gradients are summed over the replicas at the step's last microbatch.
 In a pipeline several microbatches are in flight at once: parameters stay gathered for the step and gradients are
 reduced at its end, as under zero=1, whatever the stage.
+
+A parameter of shape (), such as CLIP's `logit_scale`, has no dim to cut. FSDP2 leaves it alone: every rank has all of
+it, and the gradients of all of them are averaged in one message after the step's last backward.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,6 +35,7 @@ from shoal.comm.mesh import Mesh
 from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import is_fsdp
 from shoal.numerics.precision import Precision
+from shoal.parallel.data.ddp import average_gradients
 from shoal.parallel.data.fsdp_units import in_order
 from shoal.parallel.data.gradient_sync import GradientSync
 from shoal.parallel.data.parameter_use import ParameterUse
@@ -85,6 +90,7 @@ class Sharding:
         fully_shard(
             module,
             mesh=self.mesh,
+            ignored_params=set(_numbers(module if isinstance(module, list) else [module])),
             reshard_after_forward=self.zero == 3 and not is_last and not self.keeps_gathered,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=self.compute_dtype,
@@ -102,9 +108,12 @@ class FSDPSync(GradientSync):
     models: Sequence[nn.Module]
     """The model; in a pipeline, those of this rank's stages."""
     zero: int
+    group: dist.ProcessGroup | None = None
+    """All ranks over which gradients are averaged; None: FSDP2 averages every one."""
 
     def __post_init__(self) -> None:
         self.use: ParameterUse | None = ParameterUse(self.models)
+        self.numbers = list(_numbers(self.models))
 
     def begin_step(self, step: int) -> None:
         """Begin to note which parameters have gradients."""
@@ -125,12 +134,28 @@ class FSDPSync(GradientSync):
         finally:
             _set(root, is_last=True, zero=self.zero)
 
+    @torch.no_grad()
+    def finish_gradients(self, step: int) -> None:
+        """Average the gradients of parameters of shape (), which FSDP2 does not know, in one message."""
+        trained = [parameter for parameter in self.numbers if parameter.requires_grad]
+        if not trained or self.group is None:
+            return
+        assert self.use is not None
+        self.use.fill(trained)
+        average_gradients([parameter.grad for parameter in trained if parameter.grad is not None], self.group)
+
     def release(self) -> None:
         """Let go of everything that is gathered."""
         for model in self.models:
             for unit in model.modules():
                 if is_fsdp(unit):
                     unit.reshard()
+
+
+def _numbers(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield the parameters that stay whole on every rank: those of shape (), which have no dim to cut."""
+    found = {parameter: None for module in modules for parameter in module.parameters() if not parameter.dim()}
+    yield from found
 
 
 def _set(module: FSDPModule, *, is_last: bool, zero: int) -> None:

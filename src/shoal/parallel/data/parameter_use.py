@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +27,7 @@ from shoal.numerics.local_tensor import is_fsdp
 MOST_DIGEST = 2**20
 """Sums of digests over all ranks are exact in float64."""
 FEW = 3
+IN_NO_UNIT = -1
 
 
 class ParameterUse:
@@ -63,14 +64,26 @@ class ParameterUse:
         if all(has):
             self._whole.add(number)
             return
-        place = repr((number, self._num_reductions[number], has)).encode()
-        self.digest = (self.digest + zlib.crc32(place)) % MOST_DIGEST or 1
+        self._note((number, self._num_reductions[number], has))
         for one, is_used in zip(params, has, strict=True):
             if is_used:
                 self._used.add(id(one.sharded_param))
             elif any(has):
                 one.unsharded_param.grad = torch.zeros_like(one.unsharded_param)
                 self._filled[id(one.sharded_param)] = number, one.sharded_param
+
+    def fill(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Look at parameters that are in no unit, once a step: those without a gradient get zeros."""
+        has = [parameter.grad is not None for parameter in parameters]
+        if not all(has):
+            self._note((IN_NO_UNIT, has))
+        for parameter, is_used in zip(parameters, has, strict=True):
+            if not is_used:
+                parameter.grad = torch.zeros_like(parameter)
+                self._filled[id(parameter)] = IN_NO_UNIT, parameter
+
+    def _note(self, place: tuple[Any, ...]) -> None:
+        self.digest = (self.digest + zlib.crc32(repr(place).encode())) % MOST_DIGEST or 1
 
     def unused(self) -> list[nn.Parameter]:
         """Parameters that had no gradient of their own in this step, only zeros."""

@@ -35,8 +35,9 @@ def live_memory(composed: ParallelModel, optimizer: Optimizer) -> Memory:
     states = [
         value
         for parameter, state in optimizer.state.items()
-        for value in state.values()
-        if isinstance(value, Tensor) and (value.dim() or not parameter.dim())  # without the step counter of a parameter
+        for kind, value in state.items()
+        if isinstance(value, Tensor)
+        and (value.dim() or (not parameter.dim() and kind != "step"))  # without the counter of each parameter
     ]
     return Memory(
         parameters=num_bytes(parameters),

@@ -50,6 +50,9 @@ def over_shards(step: Step) -> Iterator[Message]:
         yield axis, "all_gather", _num_gathers(step, part, unit), degree * step.padded(pieces) * step.sizes.compute
         if trained := step.shapes.trained(pieces):
             yield axis, "reduce_scatter", num_reductions, degree * step.padded(trained) * step.sizes.reduce
+    own = [shape for part in step.parts for shape in step.shapes.trained(part.pieces).values()]
+    if numbers := own.count(()):  # parameters of shape (), which FSDP2 does not cut
+        yield step.plan.number_axis, "all_reduce", 1, numbers * step.sizes.weight
 
 
 def _units(step: Step) -> list[tuple[StageShapes, Unit, Shapes]]:

@@ -73,7 +73,9 @@ def memory_of(plan: Plan, stages: Sequence[Sequence[Alike]], sizes: Sizes, optim
     stays_gathered = is_sharded and (plan.zero != 3 or is_pipeline)  # [1] under pp, until the last microbatch
     has_whole_gradients = is_sharded and (plan.zero == 1 or is_pipeline)
     if has_whole_gradients:  # [2] they add up in the precision in which they will be reduced
-        gradients = sum(kind.number * kind.whole for kind in trained) * sizes.reduce
+        numbers = sum(kind.number for kind in trained if kind.is_number)
+        in_units = sum(kind.number * kind.whole for kind in trained if not kind.is_number)
+        gradients = in_units * sizes.reduce + numbers * sizes.weight
     else:
         gradients = sum(kind.number * kind.shard for kind in trained) * sizes.weight
     frozen = sizes.weight if sizes.frozen is None else sizes.frozen
@@ -102,6 +104,8 @@ class Alike(NamedTuple):
     own: int
     """That are there, and have optimizer state."""
     gathered: int
+    is_number: bool = False
+    """Whether it has shape (), and so stays whole on every rank."""
 
 
 def held(plan: Plan, shapes: ModelShapes, *, rank: int) -> list[list[Alike]]:
@@ -116,7 +120,9 @@ def _alike(plan: Plan, shapes: ModelShapes, shard_group: ShardGroup, modules: tu
         shape = rules.piece(plan, shapes, name, rank=shard_group.rank)
         whole, degree, is_expert = prod(shape), shard_group.degree(name), shard_group.axis(name) == "edp"
         padded, own = (whole, whole) if degree == 1 else (shard_group.padded(name, shape), shard_group.own(name, shape))
-        found.append(Alike(name, number, shapes.is_trained(name), is_expert, whole, padded, own, padded * degree))
+        gathered = padded * degree if shape else 0
+        is_trained = shapes.is_trained(name)
+        found.append(Alike(name, number, is_trained, is_expert, whole, padded, own, gathered, not shape))
     return found
 
 
