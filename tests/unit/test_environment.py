@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
+from shoal.comm.rendezvous.launcher_environment import Placement, read_environment, thread_limit
 from shoal.comm.rendezvous.slurm_nodelist import expand_counts, expand_hosts
 from shoal.errors import ShoalError
 
@@ -275,3 +275,17 @@ def test_a_store_of_each_round_of_torchrun_needs_no_number() -> None:
         found = read_environment(environ)
         assert found is not None
         assert found.has_new_store is expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "limit"),
+    [
+        ({}, None),
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, None),  # of torchrun itself
+        ({"OMP_NUM_THREADS": "4,2"}, None),
+    ],
+)
+def test_a_limit_of_threads(environ: dict[str, str], limit: int | None) -> None:
+    assert thread_limit(environ) == limit

@@ -249,4 +249,9 @@ def test_settings_of_another_model_are_dropped_with_a_note(tmp_path: Path) -> No
     reading = read_recipe(path, [("model.name", "mlp"), ("model.depth", "3")])
     assert reading.recipe.model.arguments == {"depth": 3}
     assert reading.notes == ("--model.name mlp drops the recipe's settings of llama: hidden 64, num_layers 2",)
+    path.write_text("model: {hidden: 64, lora: {rank: 2, alpha: 32}}")
+    recipe = read_recipe(path, [("model.name", "mlp"), ("model.lora.rank", "4")]).complete()
+    assert recipe.model.lora is not None
+    assert (recipe.model.lora.rank, recipe.model.lora.alpha) == (4, 32)
+    path.write_text("model: {name: llama, hidden: 64, num_layers: 2}")
     assert read_recipe(path, [("model.name", "llama")]).notes == ()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from shoal.blueprint import Layout, Plan
 from shoal.errors import ShoalError
+from tests.rejects import rejects
 
 few = settings(max_examples=60, deadline=None)
 degree = st.none() | st.integers(1, 64)
@@ -428,3 +429,10 @@ def test_every_field_documents_its_values() -> None:
     for field in fields(Plan):
         declared = next(number for number, line in enumerate(lines) if line.startswith(f"{field.name}:"))
         assert lines[declared + 1].startswith('"""'), field.name
+
+
+@pytest.mark.parametrize(("word", "meant"), [("zero3", "zero=3"), ("tp2", "tp=2"), ("dp_shard4", "dp_shard=4")])
+def test_a_word_without_its_equals_sign(word: str, meant: str) -> None:
+    with rejects("P001", word) as caught:
+        Plan.parse(word)
+    assert caught.value.problems[0].fix == meant

@@ -6,6 +6,7 @@ no `Plan`: `plan` imports this file, never the reverse.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -183,6 +184,8 @@ def _not_a_word(word: str, key: str) -> Problem:
         return Problem("P001", f"{word!r} is not a word of a plan", meant)
     if (meant := _with_key(key)) is not None:
         return Problem("P003", f"{word!r} needs its key", meant)
+    if (number := re.fullmatch(r"([a-z_]+?)_?(\d+)", key)) and number[1] in (*COUNTS, "zero"):
+        return Problem("P001", f"{word!r} is not a word of a plan", f"{number[1]}={number[2]}")
     known = dict.fromkeys([*BARE_WORDS, *KEYS])
     values = [*compress_words.METHODS, *sync_words.WAYS]
     near = _with_key(nearest(key, values) or "") if nearest(key, known) is None else None

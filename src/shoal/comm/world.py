@@ -34,7 +34,7 @@ from shoal.comm.heartbeat.heart import heart
 from shoal.comm.rendezvous.authenticated_store import SealedStore
 from shoal.comm.rendezvous.handshake import agree
 from shoal.comm.rendezvous.key import key_of
-from shoal.comm.rendezvous.launcher_environment import Placement
+from shoal.comm.rendezvous.launcher_environment import Placement, thread_limit
 from shoal.comm.rendezvous.mac import mac
 from shoal.comm.rendezvous.network_interface import interface_towards, listening_socket, loopback
 from shoal.comm.rendezvous.session import Session
@@ -103,7 +103,8 @@ class World:
     ) -> World:
         """Join the run as `placement` says (None: alone), through `store` or through rank 0's address.
 
-        `timeout` is in seconds and holds for each collective. `threads` None: an even share of the cores. `backend`
+        `timeout` is in seconds and holds for each collective. `threads` None: an even share of the cores, or fewer if
+        OMP_NUM_THREADS says so. `backend`
         None: gloo for CPU tensors and NCCL for CUDA tensors; `gloo` serves both without NCCL.
         """
         is_owner = not dist.is_initialized()
@@ -114,7 +115,8 @@ class World:
         chosen = pick_device(device, place, backend=backend, num_cuda=num_cuda)
         backend = backend or (BOTH_BACKENDS if chosen.type == "cuda" else "gloo")
         use_device(chosen)
-        torch.set_num_threads(threads or max(1, num_cores() // place.local_world_size))
+        share = max(1, num_cores() // place.local_world_size)
+        torch.set_num_threads(threads or min(share, thread_limit(os.environ) or share))
         session: Session | None = None
         if is_owner:
             _choose_interface(place)

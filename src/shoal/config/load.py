@@ -103,12 +103,13 @@ def read_recipe(
 
 
 def _drop_other_model(tree: Tree, name: str | None) -> list[str]:
-    """Drop the keys under `model:` if an override names another model than the file; returns a note that says so."""
+    """Drop the keys under `model:` if an override names another model than the file; returns a note that says so. LoRA
+    is for any model."""
     model = tree.get("model")
     model = {"name": model} if isinstance(model, str) else model
     if name is None or not isinstance(model, dict) or model.get("name", "llama") == name:
         return []
-    tree["model"] = {"name": name}
+    tree["model"] = {"name": name} | ({"lora": model.pop("lora")} if "lora" in model else {})
     before = model.pop("name", "llama")
     dropped = ", ".join(f"{key} {spell(value)}" for key, value in model.items())
     return [f"--model.name {name} drops the recipe's settings of {before}: {dropped}"] if dropped else []

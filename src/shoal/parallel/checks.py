@@ -154,7 +154,7 @@ def _hooks_of_replaced(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
     """Whether a script has called `register_hook` or `register_post_accumulate_grad_hook` of a parameter."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _no_layer_for_fp8(

@@ -289,3 +289,11 @@ def _port_of(job: str) -> int:
     True
     """
     return 15000 + zlib.crc32(job.encode()) % 15000
+
+
+def thread_limit(environ: Mapping[str, str]) -> int | None:
+    """The threads of a process that OMP_NUM_THREADS allows; None: any. torchrun sets it to 1 for several ranks if it is
+    not set, which is no one's choice."""
+    text = environ.get("OMP_NUM_THREADS", "")
+    is_default = text == "1" and "TORCHELASTIC_RUN_ID" in environ
+    return int(text) if text.isdecimal() and int(text) and not is_default else None
