@@ -93,6 +93,7 @@ def test_device_of_cpu_workers(world: World) -> None:
 
 def start_alone(place: Placement, store: dist.Store) -> tuple[Any, ...]:
     os.environ.update(MASTER_ADDR="nowhere.invalid", MASTER_PORT="1")  # not looked at
+    os.environ.pop("OMP_NUM_THREADS", None)
     with World.start(None, device="cpu") as world:
         total = torch.ones(2)
         dist.all_reduce(total)

@@ -110,6 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.wide
 def test_a_recipe_of_a_classifier(folder: Path) -> None:
     """It resumes with its head; the adapter of PEFT and the merged folder have it."""
     from safetensors.torch import load_file
