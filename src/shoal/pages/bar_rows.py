@@ -13,7 +13,7 @@ SHADES = 6
 
 @dataclass(frozen=True)
 class BarRow:
-    """A name, the sizes of the parts of its bar, and figures beside it."""
+    """A name, the sizes of the parts of its bar, and its figures."""
 
     name: str
     sizes: Sequence[float]

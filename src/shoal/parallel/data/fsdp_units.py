@@ -1,7 +1,7 @@
 """Which submodules FSDP2 gathers as one, where not the blocks of a description: by class, or by size.
 
 wrap_classes=("Block",)     root: embed, norm, head      Block 0      Block 1      ...
-wrap_min_params=1_000_000   the smallest submodules that have so many parameters outside of smaller ones
+wrap_min_params=1_000_000   the smallest submodules that have this many parameters outside of smaller ones
 neither, and no blocks      by size, a sixteenth of the model
 """
 
@@ -53,7 +53,7 @@ def in_order(module: nn.Module) -> Iterator[nn.Module]:
 def units_by_size(
     model: nn.Module, except_for: Iterable[nn.Module] = (), enough: int | None = None
 ) -> Sequence[nn.Module]:
-    """Return the smallest submodules that have at least so many parameters not yet in a unit, children before parents.
+    """Return the smallest submodules with at least this many parameters not yet in a unit, children before parents.
 
     except_for  units already
     enough      None: a sixteenth of the parameters of the model

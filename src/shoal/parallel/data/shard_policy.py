@@ -19,7 +19,7 @@ class ShardPolicy:
 
     wrap_classes       names of classes, such as ("LlamaDecoderLayer",): each module of one is gathered as one unit, and
                        all else with the model's root; (): units are the blocks of the model
-    wrap_min_params    gather submodules as units that have at least so many parameters outside of smaller units;
+    wrap_min_params    gather submodules as units that have at least this many parameters outside of smaller units;
                        None: units are the blocks of the model
     forward_prefetch   units that a forward gathers ahead, before it computes one; None: the next is gathered while a
                        GPU computes, if the host runs ahead
