@@ -43,7 +43,7 @@ class CommSection(Section):
     gathered at once; the rest of the model is one more. Empty: units are the blocks of the model."""
 
     wrap_min_params: PositiveInt | None = None
-    """Units of `zero` by size: the smallest submodules with at least this many parameters of their own. None:
+    """Units of `zero` by size: the smallest submodules with at least this many parameters not in a smaller one. None:
     units are the blocks of the model."""
 
     forward_prefetch: PositiveInt | None = None
