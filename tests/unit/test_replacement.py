@@ -16,6 +16,7 @@ from shoal.errors import RunFailed
 from shoal.launch import replacement as module
 from shoal.launch.failure import Failure
 from shoal.launch.replacement import Replacement
+from shoal.launch.survivor import WAIT_FOR_ORDER, Survivor
 from shoal.launch.worker_group import WorkerGroup
 
 RANKS = range(3)
@@ -54,6 +55,18 @@ def three() -> Iterator[Three]:
     found.replacement.close()
     for connection in found.workers.values():
         connection.close()
+
+
+@pytest.mark.parametrize("ends", ["an order", "the end of the launcher"])
+def test_a_rank_that_lost_a_peer_does_not_wait_where_none_is_replaced(three: Three, ends: str) -> None:
+    survivor = Survivor(three.workers[0], 0)
+    if ends == "an order":
+        three.replacement.give_up("")
+    else:
+        three.replacement.close()
+    began = time.monotonic()
+    assert not survivor.survives(RuntimeError("Connection closed by peer"))
+    assert time.monotonic() - began < WAIT_FOR_ORDER / 2
 
 
 def test_a_replacement_from_the_order_to_its_end(three: Three) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from shoal.errors import RunFailed, ShoalError, listed
 from shoal.launch.failure import Failure
-from shoal.launch.survivor import ARMED, DISARMED, JOINED, LEFT
+from shoal.launch.survivor import ARMED, DISARMED, END, JOINED, LEFT
 
 SECONDS_TO_LEAVE = 2.0
 """Seconds that the others have to leave their step. A long forward, or an exception that gloo lost, holds them up."""
@@ -101,14 +101,20 @@ class Replacement:
         self.late, self.ending = set(), set()
         self._deadline = time.monotonic() + SECONDS_TO_LEAVE
         for rank in others:
-            with suppress(OSError):  # it has just ended, which is seen next
-                self.links[rank].send_bytes(str(self.generation).encode())
+            self._order(rank, self.generation)
 
     def give_up(self, why: str) -> None:
         """From now on, a failure means a restart of all workers; say why, if a rank was lost alone."""
+        if not self.is_over:
+            for rank in self.links:
+                self._order(rank, END)  # those that lost a peer wait for it
         self.is_over = True
         if why:
             print(f"shoal: no rank is replaced: {why}", file=sys.stderr, flush=True)
+
+    def _order(self, rank: int, order: int) -> None:
+        with suppress(OSError):  # it has just ended, which is seen next
+            self.links[rank].send_bytes(str(order).encode())
 
     def ranks_to_end(self, ranks: Sequence[int]) -> list[int]:
         """[4] The ranks that have not left in time, each once."""

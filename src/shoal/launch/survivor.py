@@ -24,8 +24,10 @@ from shoal.comm.heartbeat.heart import heart
 from shoal.launch.failure import is_echo, is_out_of_memory
 
 ARMED, DISARMED, JOINED, LEFT = "armed", "disarmed", "joined", "left"
+END = -1
+"""The order that ends a worker that lost a peer: no rank is replaced any more. Others are numbers of generations."""
 WAIT_FOR_ORDER = 1.0
-"""Seconds that a worker that lost a peer waits for the launcher. Then it ends, as without a launcher that replaces."""
+"""Seconds that a worker that lost a peer waits for an order. Then it ends, as without a launcher that replaces."""
 QUIET, MOST_WAIT = 0.015, 0.25
 """Seconds without a new collective after which the connections are cut, and the most that are waited for that."""
 SECONDS_TO_DROP = 4.0
@@ -62,7 +64,8 @@ class Survivor:
         if (beating := heart()) is not None:
             with suppress(Exception):
                 beating.beat(with_tickets=True)  # it says in which collective this rank was
-        return self._is_ordered.wait(WAIT_FOR_ORDER)
+        self._is_ordered.wait(WAIT_FOR_ORDER)
+        return self._next is not None and self._is_ordered.is_set()
 
     def leave(self) -> int:
         """Drop what is left of this generation, and return the number of the next one."""
@@ -77,11 +80,12 @@ class Survivor:
 
     def _listen(self) -> None:
         with suppress(EOFError, OSError, ValueError):
-            while True:
-                self._next = int(self._connection.recv_bytes(16))
+            while (order := int(self._connection.recv_bytes(16))) != END:
+                self._next = order
                 self._wait_until_quiet()
                 cut_groups()
                 self._is_ordered.set()  # last: the main thread makes new groups after it
+        self._is_ordered.set()  # nobody waits for an order that will not come
 
     def _wait_until_quiet(self) -> None:
         """[1] Wait until the main thread has failed, or enters nothing any more."""

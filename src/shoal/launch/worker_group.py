@@ -251,6 +251,8 @@ class WorkerGroup:
     def _end_all(self, cause: Failure) -> None:
         """Stop all workers for a cause."""
         self.cause = cause
+        if self.replacement is not None:
+            self.replacement.give_up("")
         self.deadline = time.monotonic() + self.grace
         self._signal_all(signal.SIGTERM)
 
