@@ -142,3 +142,13 @@ def test_the_adapter_of_another_model_is_rejected(saved: tuple[Path, Tensor], tm
     wide = build(**{**SIZES, "hidden": 16})
     with rejects("L013", "lora_A"):
         load_adapter(wide, tmp_path / "a")
+
+
+def test_an_adapter_without_the_head_of_a_classifier_is_rejected(saved: tuple[Path, Tensor], tmp_path: Path) -> None:
+    """The head would keep its random weights, and nothing would say so."""
+    transformers = pytest.importorskip("transformers")
+    main(["checkpoint", "export", str(saved[0]), str(tmp_path / "a"), "--format", "peft"])
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64, "pad_token_id": 0}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, num_labels=3)
+    with rejects("L018", "'score'", "modules_to_save"):
+        load_adapter(transformers.LlamaForSequenceClassification(config), tmp_path / "a")

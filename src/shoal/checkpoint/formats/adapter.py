@@ -26,6 +26,7 @@ from shoal.files import read_regular
 from shoal.numerics.local_tensor import to_local
 from shoal.parallel.lora.apply import lora
 from shoal.parallel.lora.layers import is_adapter
+from shoal.parallel.lora.whole_modules import heads_of
 
 if TYPE_CHECKING:
     from shoal.parallel.parallel_model import ParallelModel  # it loads torch's sharding, which a start need not
@@ -135,6 +136,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     targets = sorted({name.rpartition(".")[0] for name in tensors if is_adapter(name)})
     saved = {name for name in tensors if not is_adapter(name)}
     whole = [name for name, one in model.named_modules() if name and _is_saved(name, one, config, saved)]
+    _reject_without_head(model, whole, path)
     lora(
         model,
         rank=int(config["r"]),
@@ -148,6 +150,16 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
         made: Any = model
         made.adapter_to_load = str(folder)
     return model
+
+
+def _reject_without_head(model: nn.Module, whole: list[str], path: Path) -> None:
+    """The head of a classifier begins with random weights: an adapter without it is none of this model."""
+    if missing := [head for head in heads_of(model) if not any(is_inside(head, [name]) for name in whole)]:
+        raise ShoalError(
+            f"{path} must hold the head {missing[0]!r} of {type(model).__name__}, which it would leave untrained",
+            fix=f"an adapter that was saved with modules_to_save=[{missing[0]!r}], as PEFT does by task_type",
+            code="L018",
+        )
 
 
 @torch.no_grad()
