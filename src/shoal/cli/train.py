@@ -282,6 +282,7 @@ def run_job(
     from shoal.elastic.restart import RestartBudget, with_restarts
     from shoal.launch.local import launch
     from shoal.observe.failure_event import note_failure, noting_failure
+    from shoal.parallel.data.preload import preload
     from shoal.train.recipe.invocation import RunInvocation
     from shoal.train.recipe.loop import train
 
@@ -300,6 +301,9 @@ def run_job(
         generation = placement.generation if placement else 0
         with noting_failure(job.recipe, invocation.command), _naming_shortened_data(job), _explaining_memory(job):
             return _train_here(train, placement, (job, replace(invocation, generation=generation)))
+
+    with ended_by_interrupt(), without_garbage_collection():
+        preload(job.recipe.plan)
 
     def start(generation: int) -> dict[str, Any]:
         began = start_time if not generation else time.time()
