@@ -4,8 +4,9 @@ python benchmarks/faults/restart.py [--ranks 4] [--repeats 5]
 
 The same recipe is started by `shoal train`, with checkpoints in host memory and on the disk, and by
 `torchrun --max-restarts`. `shoal train` replaces the killed rank alone or restarts all. One rank kills itself (SIGKILL)
-before the update of a step. Another one may have written the line of that step into `metrics.jsonl` already, so the
-time to the line of the next step is taken. The file is read every few milliseconds.
+before the update of a step, which is then computed again. Another one may have written the line of that step into
+`metrics.jsonl` already. The restarted run removes such a line, so the time is taken to the line that stays. The file is
+read every few milliseconds.
 """
 
 from __future__ import annotations
@@ -68,29 +69,30 @@ def measured(words: list[str], rank: int) -> tuple[float, float]:
     quiet = subprocess.DEVNULL
     try:
         with subprocess.Popen(words, cwd=folder, env=environ, stdout=quiet, stderr=quiet) as running:
-            seen = first_times(folder / "run" / "metrics.jsonl", running)
+            seen = times_of_lines(folder / "run" / "metrics.jsonl", running)
         if running.returncode:
             raise SystemExit(f"{' '.join(words)} ended with code {running.returncode}")
         killed = json.loads(log.read_text().splitlines()[0])["at"]
-        after = min(at for step, at in seen.items() if step > STEP)
+        after = min(at for step, at in seen.items() if step >= STEP)
         before = [seen[step] - seen[step - 1] for step in range(5, STEP) if step in seen and step - 1 in seen]
         return after - killed, statistics.median(before)
     finally:
         shutil.rmtree(folder)
 
 
-def first_times(path: Path, running: subprocess.Popen[bytes]) -> dict[int, float]:
-    """Step → when its line was first seen, on the monotonic clock."""
+def times_of_lines(path: Path, running: subprocess.Popen[bytes]) -> dict[int, float]:
+    """Step → when its line appeared, on the monotonic clock; for the last time, if it was removed."""
     seen: dict[int, float] = {}
+    here, last = set[int](), ""
     deadline = time.monotonic() + MOST_SECONDS
     while running.poll() is None:
         if time.monotonic() > deadline:
             running.kill()
-        lines = path.read_text().splitlines() if path.exists() else []
-        now = time.monotonic()
-        for line in lines[-3:]:
-            if line.endswith("}"):
-                seen.setdefault(json.loads(line)["step"], now)
+        text = path.read_text() if path.exists() else ""
+        if text != last:
+            lines, now, last = text.splitlines(), time.monotonic(), text
+            before, here = here, {json.loads(line)["step"] for line in lines if line.endswith("}")}
+            seen.update(dict.fromkeys(here - before, now))
         time.sleep(LEAST_PAUSE)
     return seen
 
