@@ -23,16 +23,16 @@ class Memory:
     total: int = 0
     recent: tuple[int, ...] = ()
     kills: tuple[tuple[int, int | None], ...] = ()
-    """Kills for lack of memory at each of the last looks: of the host, and of this control group (None: no counter).
-    One of days ago does not explain that of now."""
+    """Kills for lack of memory at each of the last looks: of the host, which are not read where this control group
+    has a counter, and of this group (None: it has none). One of days ago does not explain that of now."""
     workers: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Rank → bytes in memory when first seen, and the most that was seen."""
 
     def look(self, pids: Mapping[int, int] | None = None) -> None:
         """Record the memory in use now, also of the processes of these ranks."""
-        self.kills = (*self.kills[-24:], (_counter("/proc/vmstat", "oom_kill"), cgroup.oom_kills()))
-        available = _counter("/proc/meminfo", "MemAvailable:") * 1024
-        self.total = _counter("/proc/meminfo", "MemTotal:") * 1024
+        own = cgroup.oom_kills()
+        self.kills = (*self.kills[-24:], (_counter("/proc/vmstat", "oom_kill") if own is None else 0, own))
+        available, self.total = (size * 1024 for size in _counters("/proc/meminfo", "MemAvailable:", "MemTotal:"))
         self.recent = (*self.recent[-24:], self.total - available)
         for rank, pid in (pids or {}).items():
             if resident := resident_bytes(pid):
@@ -83,8 +83,14 @@ def resident_bytes(pid: int | str = "self") -> int:
 
 def _counter(path: str, name: str) -> int:
     """A number from one of the kernel's tables; 0: there is none."""
+    return _counters(path, name)[0]
+
+
+def _counters(path: str, *names: str) -> list[int]:
+    """Several of them, from one reading."""
     try:
-        lines = Path(path).read_text().splitlines()
+        words = [line.split() for line in Path(path).read_text().splitlines()]
     except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
+        return [0] * len(names)
+    found = {line[0]: int(line[1]) for line in words if line[0] in names}
+    return [found.get(name, 0) for name in names]

@@ -250,10 +250,9 @@ class WorkerGroup:
 
     def _end_all(self, cause: Failure) -> None:
         """Stop all workers for a cause."""
-        self.cause = cause
+        self.cause, self.deadline = cause, time.monotonic() + self.grace
         if self.replacement is not None:
             self.replacement.give_up("")
-        self.deadline = time.monotonic() + self.grace
         self._signal_all(signal.SIGTERM)
 
     # ---- causes ------------------------------------------------------------------------------------------------------
@@ -280,8 +279,7 @@ class WorkerGroup:
         if self.watcher is None or self.cause or self.passed_on or any(self.ended.values()) or is_busy:
             return
         pids = {rank: _pid(self.processes[rank]) for rank in self.running.values() if rank not in self.returned}
-        found = self.watcher.look(pids)
-        if found is None:
+        if (found := self.watcher.look(pids)) is None:
             return
         self._signal(found.rank, signal.SIGKILL)
         others = [rank for rank in pids if rank != found.rank]

@@ -38,8 +38,8 @@ class _Seen:
     changed: float = 0.0
     beat: float = 0.0
     beat_at: float = 0.0
-    cpu: float = 0.0
-    """CPU seconds at the last change."""
+    cpu: tuple[float, float] | None = None
+    """Clock and CPU seconds at the first look after the last change."""
     helpers: tuple[float, float] | None = None
     """Clock and CPU seconds of its descendants when a stall was first suspected."""
     stopped: float = 0.0
@@ -92,15 +92,17 @@ class Watcher:
 
     def _look_at(self, index: int, pid: int, beat: dict[str, Any]) -> tuple[ProcessState, Reading]:
         seen = self._seen.setdefault(index, _Seen(changed=self.clock, beat_at=self.clock))
-        state = read_state(pid)
         if beat["beat"] != seen.beat:
             seen.beat, seen.beat_at = beat["beat"], self.clock
         now = progress_of(beat)
-        if now != seen.state:
-            seen.state, seen.changed, seen.cpu, seen.helpers = now, self.clock, state.cpu_seconds, None
+        if now != seen.state:  # it is not read what the process of a rank does that makes progress
+            seen.state, seen.changed, seen.cpu, seen.helpers, seen.stopped = now, self.clock, None, None, 0.0
+            return ProcessState(), Reading.parse(beat, age=self.clock - seen.beat_at, still=0.0)
+        state = read_state(pid)
         seen.stopped = seen.stopped + self.turn if state.letter == "T" else 0.0
         still = self.clock - seen.changed
-        busy = (state.cpu_seconds - seen.cpu) / still if still > 0 else 0.0
+        since, before = seen.cpu = seen.cpu or (self.clock, state.cpu_seconds)
+        busy = (state.cpu_seconds - before) / (self.clock - since) if self.clock > since else 0.0
         busy += self._busy_helpers(seen, pid) if still >= SUSPECT else 0.0
         reading = Reading.parse(beat, age=self.clock - seen.beat_at, still=still)
         return replace(state, busy=busy, stopped=seen.stopped), reading
