@@ -1,4 +1,4 @@
-"""Signals and garbage collection of the process that runs a command."""
+"""Signals, imports and garbage collection of the process that runs a command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.blueprint.plan import Plan
 
 
 @contextmanager
@@ -42,6 +45,16 @@ def without_garbage_collection() -> Iterator[None]:
         if was_enabled:
             gc.freeze()  # later collections skip them too, here and in a worker
             gc.enable()
+
+
+def import_for_workers(plan: Plan) -> None:
+    """Import what workers of a plan need, if they are forked from this process: once, and not again after a restart."""
+    from shoal.launch.local import fork_is_safe
+    from shoal.parallel.data.preload import preload
+
+    if fork_is_safe():
+        with without_garbage_collection():
+            preload(plan)
 
 
 @contextmanager

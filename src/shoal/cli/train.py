@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import tyro
 
 from shoal.cli.overrides import parse
-from shoal.cli.process import ended_by_interrupt, signals_as_exceptions, without_garbage_collection
+from shoal.cli.process import ended_by_interrupt, import_for_workers, signals_as_exceptions, without_garbage_collection
 from shoal.cli.reports.train_summary import show_summary
 from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
 from shoal.config.checks.memory import has_no_accelerator
@@ -282,7 +282,6 @@ def run_job(
     from shoal.elastic.restart import RestartBudget, with_restarts
     from shoal.launch.local import launch
     from shoal.observe.failure_event import note_failure, noting_failure
-    from shoal.parallel.data.preload import preload
     from shoal.train.recipe.invocation import RunInvocation
     from shoal.train.recipe.loop import train
 
@@ -302,8 +301,8 @@ def run_job(
         with noting_failure(job.recipe, invocation.command), _naming_shortened_data(job), _explaining_memory(job):
             return _train_here(train, placement, (job, replace(invocation, generation=generation)))
 
-    with ended_by_interrupt(), without_garbage_collection():
-        preload(job.recipe.plan)
+    with ended_by_interrupt():
+        import_for_workers(job.recipe.plan)
 
     def start(generation: int) -> dict[str, Any]:
         began = start_time if not generation else time.time()

@@ -85,7 +85,7 @@ class Survivor:
                 self._wait_until_quiet()
                 cut_groups()
                 self._is_ordered.set()  # last: the main thread makes new groups after it
-        self._is_ordered.set()  # nobody waits for an order that will not come
+        self._is_ordered.set()  # no order will come: end the wait for it
 
     def _wait_until_quiet(self) -> None:
         """[1] Wait until the main thread has failed, or enters nothing any more."""

@@ -153,8 +153,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
 
 
 def _reject_without_head(model: nn.Module, whole: list[str], path: Path) -> None:
-    """The head of a classifier begins with random weights: an adapter without it is none of this model."""
-    if missing := [head for head in heads_of(model) if not any(is_inside(head, [name]) for name in whole)]:
+    """Reject an adapter without the head of a classifier, which begins with random weights."""
+    if missing := [head for head in heads_of(model) if not is_inside(head, whole)]:
         raise ShoalError(
             f"{path} must hold the head {missing[0]!r} of {type(model).__name__}, which it would leave untrained",
             fix=f"an adapter that was saved with modules_to_save=[{missing[0]!r}], as PEFT does by task_type",

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.blueprint.plan import Plan
-from shoal.cli.process import without_garbage_collection
+from shoal.cli.process import import_for_workers
 from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.errors import ShoalError
 
@@ -39,7 +38,7 @@ class TrainVerb:
             rank=order["first_rank"], world_size=order["world_size"], local_rank=0, local_world_size=order["num_local"]
         )
         job = self.checked_job(options, reading, placement)
-        _import_for_workers(job.recipe.plan)
+        import_for_workers(job.recipe.plan)
         recipe = json.dumps(job.recipe.model_dump(mode="json"), sort_keys=True, default=str)
         facts = {
             "plan": str(job.recipe.plan),
@@ -74,13 +73,6 @@ class TrainVerb:
 
         times = {"grace_period": launch.grace_period, "timeout": launch.timeout}
         return Work(function=train, args=(job, invocation), finish=finish, **times)
-
-
-def _import_for_workers(plan: Plan) -> None:
-    from shoal.parallel.data.preload import preload
-
-    with without_garbage_collection():
-        preload(plan)
 
 
 def check_recipe(path: Path | None, order: Message) -> None:

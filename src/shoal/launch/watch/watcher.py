@@ -95,7 +95,7 @@ class Watcher:
         if beat["beat"] != seen.beat:
             seen.beat, seen.beat_at = beat["beat"], self.clock
         now = progress_of(beat)
-        if now != seen.state:  # it is not read what the process of a rank does that makes progress
+        if now != seen.state:  # the rank makes progress: the state of its process explains nothing
             seen.state, seen.changed, seen.cpu, seen.helpers, seen.stopped = now, self.clock, None, None, 0.0
             return ProcessState(), Reading.parse(beat, age=self.clock - seen.beat_at, still=0.0)
         state = read_state(pid)

@@ -1,4 +1,4 @@
-"""Import before the fork what every worker of a plan would import: once, and not again after a restart."""
+"""Import the modules of torch that a plan uses, which each rank would otherwise import by itself."""
 
 from __future__ import annotations
 
