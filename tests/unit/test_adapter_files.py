@@ -76,6 +76,34 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes(saved: tuple[Path, Tensor
         run.load(folder)
 
 
+def test_frozen_adapters_are_saved(tmp_path: Path) -> None:
+    """LoRA-FA trains B alone, and its A is no part of the base."""
+
+    def half(seed: int) -> nn.Module:
+        model = shoal.lora(base(), rank=3, seed=seed)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith("lora_B"))
+        return model
+
+    logits = trained(tmp_path / "run", half(seed=1))
+    again, run = half(seed=2), Run("")
+    run.prepare(again, torch.optim.AdamW([p for p in again.parameters() if p.requires_grad], lr=0.05))
+    run.load(tmp_path / "run")
+    assert torch.equal(again(TOKENS), logits)
+    assert main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "peft"), "--format", "peft"]) == 0
+    assert torch.equal(load_adapter(base(), tmp_path / "peft")(TOKENS), logits)
+
+
+def test_other_trained_weights_are_not_lost_in_an_export(tmp_path: Path) -> None:
+    model = shoal.lora(base(), rank=3)
+    model.get_parameter("model.norm.weight").requires_grad_(True)
+    trained(tmp_path / "run", model)
+    with rejects("L024", "model.norm.weight", "modules_to_save=['model.norm']"):
+        raise_from(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "peft"), "--format", "peft"])
+    assert not (tmp_path / "peft").exists()
+    assert main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "all.safetensors")]) == 0
+
+
 def test_the_base_comes_from_a_checkpoint_of_a_whole_model(tmp_path: Path) -> None:
     logits = trained(tmp_path, base())
     model = shoal.lora(base(seed=1), rank=2)

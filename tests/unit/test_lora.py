@@ -80,6 +80,16 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
     assert 0.5 * bound < filled["model.layers.0.self_attn.q_proj.lora_A"].abs().max() <= bound
 
 
+def test_a_seed_of_its_own_is_kept_until_the_model_has_memory() -> None:
+    given = shoal.lora(build(**SIZES).float(), rank=2, seed=5)
+    with torch.device("meta"):
+        hollow = shoal.lora(build(**SIZES), rank=2, seed=5)
+    materialise(hollow, "cpu")
+    initialise(hollow, 7)  # the seed of a run
+    for name, parameter in trained(given).items():
+        assert torch.equal(parameter, hollow.get_parameter(name)), name
+
+
 def test_targets_are_last_parts_of_names_or_an_expression() -> None:
     assert set(adapted_layers(shoal.lora(llama(), targets=["q_proj", "layers.1.mlp.up_proj"]))) == {
         "model.layers.0.self_attn.q_proj",
@@ -129,6 +139,46 @@ def test_layers_that_would_lose_the_update_are_rejected() -> None:
         shoal.lora(whole)
     with rejects("L007", "linear1"):
         shoal.lora(nn.TransformerEncoderLayer(8, 2, 8), targets=["linear1"])
+
+
+class ReadsWeights(nn.Module):
+    """A layer that is never called, one that is called, and one that is both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.called, self.both = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        nn.init.zeros_(self.called.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.called(x.to(self.called.weight.dtype)) @ self.read.weight
+        return self.both(x) if x.is_cpu else x @ self.both.weight
+
+
+def test_layers_whose_weight_is_read_without_a_call() -> None:
+    with rejects("L007", "read", "ReadsWeights"):
+        shoal.lora(ReadsWeights())
+    with pytest.warns(UserWarning, match="both"):
+        shoal.lora(ReadsWeights(), targets=["called", "both"])
+    assert set(adapted_layers(shoal.lora(ReadsWeights(), targets=["called"]))) == {"called"}
+
+
+@pytest.mark.parametrize("layer", ["q_proj", "k_proj", "v_proj", "out_proj"])
+def test_layers_of_wavlm_that_torch_reads(layer: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.WavLMConfig(**sizes, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)
+    with rejects("L007", layer, "WavLMAttention"):
+        shoal.lora(transformers.WavLMModel(config), targets=[layer])
+
+
+def test_layers_that_share_their_weight() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    with rejects("L019", "0"):
+        shoal.lora(model, targets=["0", "1"])
+    assert set(adapted_layers(shoal.lora(model))) == {"1"}
+    layer = nn.Linear(4, 4)
+    assert set(adapted_layers(shoal.lora(nn.Sequential(layer, nn.ReLU(), layer)))) == {"0"}  # one module, twice
 
 
 def test_the_small_copy_of_verify_has_lora_too() -> None:

@@ -193,9 +193,10 @@ def _owners(model: nn.Module, where: Where) -> Iterator[_Owner]:
 def _draw(owner: _Owner, name: str, full_name: str, parameter: Tensor, seed: int) -> None:
     is_drawn_there = parameter.dtype == torch.float32 and parameter.device.type == "cpu"  # else it takes memory twice
     value = parameter.detach() if is_drawn_there else torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-    generator = torch.Generator(device="cpu").manual_seed(key(seed, full_name))
+    module: Any = owner.module
+    own_seed = getattr(module, "adapter_seed", None) if name in owner.adapters else None
+    generator = torch.Generator(device="cpu").manual_seed(key(seed if own_seed is None else own_seed, full_name))
     if name in owner.adapters:
-        module: Any = owner.module
         module.init_adapter(name, value, generator)
     else:
         owner.author.init_parameter(full_name.removeprefix(owner.author_prefix), value, generator)

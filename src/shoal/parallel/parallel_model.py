@@ -126,10 +126,12 @@ class ParallelModel:
 
     @property
     def base(self) -> frozenset[str]:
-        """Frozen parameters of this rank below adapters, which checkpoints leave out."""
+        """Frozen parameters of this rank below adapters, which checkpoints leave out. An adapter that is frozen itself,
+        as A in LoRA-FA, is none of them."""
         if not self.has_adapters:
             return frozenset()
-        return frozenset(name for name, parameter in self.named.items() if not parameter.requires_grad)
+        frozen = (name for name, parameter in self.named.items() if not parameter.requires_grad)
+        return frozenset(name for name in frozen if not is_adapter(name))
 
     @property
     def has_adapters(self) -> bool:

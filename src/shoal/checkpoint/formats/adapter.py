@@ -210,7 +210,8 @@ def _is_saved(name: str, module: nn.Module, config: Mapping[str, Any], saved: se
 @torch.no_grad()
 def copy_into(model: nn.Module, tensors: Mapping[str, LazyTensor], path: Path) -> None:
     """Copy the tensors of a file to the trained parameters of a model; both have to have the same ones."""
-    own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    every = model.named_parameters()
+    own = {name: parameter for name, parameter in every if parameter.requires_grad or is_adapter(name)}
     _reject_others({name: tuple(parameter.shape) for name, parameter in own.items()}, tensors, path)
     for name, parameter in own.items():
         if not parameter.is_meta:

@@ -131,6 +131,14 @@ def _adapter_config(step: SavedStep) -> dict[str, Any]:
         raise ShoalError(
             f"{step.path} must hold adapters for --format peft, got none", fix="--format safetensors", code="L014"
         )
+    if others := settings.get("others"):
+        name = str(others[0])[:80]
+        raise ShoalError(
+            f"--format peft has adapters and whole modules, and {step.path} has {len(others)} other trained parameters,"
+            f" such as {name}, which would be lost",
+            fix=f"--format safetensors; or modules_to_save=[{name.rpartition('.')[0]!r}] when the run begins",
+            code="L024",
+        )
     name = model_in(step).get("name")
     return adapter.config_of(settings, base=name.removeprefix("hf:") if isinstance(name, str) else None)
 

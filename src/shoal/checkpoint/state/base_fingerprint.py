@@ -83,7 +83,8 @@ def fingerprint(composed: ParallelModel, world: World) -> str:
 @torch.no_grad()
 def fingerprint_of_whole(model: nn.Module) -> str:
     """The same of a whole model in one process."""
-    named = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    named = {name: parameter for name, parameter in frozen.items() if not is_adapter(name)}
     total = sum(sampled_sum(name, p, tuple(p.shape), (0,) * p.dim()) for name, p in named.items()) + _of_packed(model)
     every = model.named_parameters(remove_duplicate=False)
     return _joined([total], {name: tuple(parameter.shape) for name, parameter in every})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,13 +16,12 @@ from shoal.errors import Problem, ShoalError, nearest, raise_if
 from shoal.numerics.init import init_adapters
 from shoal.parallel.lora.layers import adapt, adapted_layers, without_lora
 from shoal.parallel.lora.quantize import quantized_layers
+from shoal.parallel.lora.uncalled import also_read, uncalled
 from shoal.parallel.lora.whole_modules import ATTRIBUTE, check_whole, choose
 from shoal.parallel.tensor_parts.linear_dims import TRANSPOSED, linear_dims
 
-UNCALLED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-"""Modules of torch that may read the weights of their layers without calling them."""
 ALL_LINEAR = "all-linear"
-"""Every linear layer except the head."""
+"""Every linear layer except the head, and those that share their weight with another module."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -32,7 +33,7 @@ def lora(
     alpha: float | None = None,
     targets: str | Sequence[str] = ALL_LINEAR,
     dropout: float = 0.0,
-    seed: int = 0,
+    seed: int | None = None,
     modules_to_save: Sequence[str] | None = None,
 ) -> Model:
     """Add LoRA to linear layers of a model, in place, and freeze its other parameters. Returns the model.
@@ -42,9 +43,10 @@ def lora(
     rank     columns of the update, as PEFT's `r`
     alpha    the update is scaled by alpha / rank; None: twice the rank
     targets  last parts of names (`["q_proj", "v_proj"]`), a regular expression that matches whole names, or
-             "all-linear": every linear layer except the head
+             "all-linear": every linear layer except the head, and those that share their weight
     dropout  of the input of the update
-    seed     decides the initial values; the update is zero at first
+    seed     decides the initial values; the update is zero at first. None: the seed of the run, if the model has no
+             memory yet, as that of shoal.from_pretrained; else 0
     modules_to_save    last parts of the names of modules that train whole and are saved with the adapters; None: the
                        head of a classifier of transformers, which begins with random weights
 
@@ -65,8 +67,8 @@ def lora(
         model.get_submodule(name).requires_grad_(True)
     setattr(model, ATTRIBUTE, whole)
     for layer in chosen.values():
-        adapt(layer, rank, alpha / rank, dropout)
-    init_adapters(model, seed)
+        adapt(layer, rank, alpha / rank, dropout, seed)
+    init_adapters(model, 0)
     return model
 
 
@@ -89,10 +91,12 @@ def _is_linear(layer: nn.Module) -> bool:
 
 
 def _chosen(model: nn.Module, layers: dict[str, Any], targets: str | Sequence[str]) -> dict[str, Any]:
-    """The layers that the targets name, without any that share their weight with another module."""
+    """The layers that the targets name."""
     head = _head_of(model)
+    shared = _shared_weights(model)
     if targets == ALL_LINEAR:
-        found = {name: layer for name, layer in layers.items() if name != head and layer is not head}
+        is_head = {name: name == head or layer is head for name, layer in layers.items()}
+        found = {n: layer for n, layer in layers.items() if not is_head[n] and layer.weight not in shared}
     elif isinstance(targets, str):
         found = {name: layer for name, layer in layers.items() if re.fullmatch(targets, name)}
     else:
@@ -109,27 +113,50 @@ def _chosen(model: nn.Module, layers: dict[str, Any], targets: str | Sequence[st
                 fix=f"targets without {name.rpartition('.')[2]!r}",
                 code="L004",
             )
+        if layer.weight in shared:
+            raise ShoalError(
+                f"LoRA needs layers with a weight of their own, and that of {name} is also a weight of another module:"
+                " merged, both would have the sum of all updates",
+                fix=f"targets without {_last(name)!r}, or a model whose weights are not tied",
+                code="L019",
+            )
     _reject_other_layers(model, found)
     return found
 
 
+def _shared_weights(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that more than one module has."""
+    uses = Counter(one for module in model.modules() for one in module.parameters(recurse=False))
+    return {parameter for parameter, count in uses.items() if count > 1}
+
+
 def _reject_other_layers(model: nn.Module, found: Mapping[str, Any]) -> None:
     """Reject layers whose product is not computed by `nn.Linear` itself, so that an update would be lost."""
-    uncalled = [name for name, module in model.named_modules() if isinstance(module, UNCALLED)]
+    partly = []
     for name, layer in found.items():
-        why = None
+        why, parent = None, model.get_submodule(name.rpartition(".")[0])
         if isinstance(layer, nn.Linear) and type(layer) is not nn.Linear:
             why = f"is a {type(layer).__name__}"
         elif type(layer.weight) is not nn.Parameter or not layer.weight.is_floating_point():
             why = f"has a weight of {layer.weight.dtype}, as a {type(layer.weight.data).__name__}"
-        elif name.rpartition(".")[0] in uncalled:
-            why = "is in a module of torch that reads its weight without calling it"
+        elif uncalled(parent, _last(name)):
+            why = f"is in a {type(parent).__name__}, which reads its weight without calling it"
+        elif also_read(parent, _last(name)):
+            partly.append(name)
         if why is not None:
             raise ShoalError(
                 f"LoRA needs plain nn.Linear layers in floating point, and {name} {why}",
-                fix=f"a base that is not quantized, or targets without {name.rpartition('.')[2]!r}",
+                fix=f"a base that is not quantized, or targets without {_last(name)!r}",
                 code="L007",
             )
+    if partly:
+        kind = type(model.get_submodule(partly[0].rpartition(".")[0])).__name__
+        warnings.warn(
+            f"{kind} calls {_last(partly[0])} on one path and reads its weight on another, as for a fused kernel: there"
+            f" the LoRA of {len(partly)} layers such as {partly[0]} has no effect and gets no gradient. Leave"
+            f" {', '.join(sorted({_last(name) for name in partly}))} out of the targets unless you know the path",
+            stacklevel=4,
+        )
 
 
 def _head_of(model: Any) -> Any:

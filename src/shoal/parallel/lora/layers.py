@@ -38,6 +38,8 @@ class Adapted(nn.Module):
     lora_B: nn.Parameter
     lora_scale: float
     lora_dropout: float
+    adapter_seed: int | None
+    """Decides the initial values, whenever they are drawn; None: the seed of the run does."""
     lora_features: tuple[int, int]
     """Inputs and outputs of the whole layer."""
     lora_base: type[nn.Module]
@@ -184,7 +186,7 @@ Transposed.split_forms = {Split.COLUMN: ColumnParallelTransposedLoRA, Split.ROW:
 # ---- layers of a model ----------------------------------------------------------------------------------------------
 
 
-def adapt(layer: nn.Module, rank: int, scale: float, dropout: float) -> None:
+def adapt(layer: nn.Module, rank: int, scale: float, dropout: float, seed: int | None = None) -> None:
     """Make a linear layer one with LoRA, in place: names, hooks and references to it stay."""
     made: Any = layer
     kind: Any = type(layer)
@@ -196,7 +198,7 @@ def adapt(layer: nn.Module, rank: int, scale: float, dropout: float) -> None:
     inputs, outputs = made.lora_features
     for name, shape in ((A, (rank, inputs)), (B, (outputs, rank))):
         made.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype, device=weight.device)))
-    made.lora_scale, made.lora_dropout = float(scale), float(dropout)
+    made.lora_scale, made.lora_dropout, made.adapter_seed = float(scale), float(dropout), seed
 
 
 def without_lora(model: nn.Module) -> None:
@@ -207,7 +209,7 @@ def without_lora(model: nn.Module) -> None:
             empty = torch.empty(packed.shape, dtype=packed.dtype, device="meta")
             made.weight = nn.Parameter(empty, requires_grad=False)
         made.__class__ = made.lora_base
-        for name in (A, B, "lora_scale", "lora_dropout", "lora_features", "lora_base"):
+        for name in (A, B, "lora_scale", "lora_dropout", "adapter_seed", "lora_features", "lora_base"):
             delattr(made, name)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal.blueprint.placement import is_inside
 from shoal.errors import Problem, nearest
+from shoal.parallel.lora.layers import is_adapter
 
 CLASSIFIERS = "Classification|QuestionAnswering|MultipleChoice|Regression"
 """In the name of a class of transformers: it has a head that begins with random weights."""
@@ -90,8 +91,12 @@ def _has_any(module: nn.Module) -> bool:
 
 
 def peft_settings(model: Any) -> dict[str, Any]:
-    """Settings of PEFT that follow from a whole model."""
-    return {"modules_to_save": list(saved_with(model)), "task_type": _task_of(model)}
+    """Settings of PEFT that follow from a whole model; `others`: trained parameters that no setting names."""
+    whole = saved_with(model)
+    trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    others = [name for name in trained if not is_adapter(name) and not is_inside(name, whole)]
+    settings = {"modules_to_save": list(whole), "task_type": _task_of(model)}
+    return {**settings, "others": others} if others else settings
 
 
 TASKS = {
