@@ -104,3 +104,50 @@ def test_replicas_with_weights_of_their_own(world: World) -> None:
     run, _ = start(world, "sync=local:2")
     with rejects("T053", "sync=local:2"):
         shoal.EMA(run)
+
+
+@on_ranks(1)
+def test_parameters_that_are_unfrozen_later(world: World, tmp_path: Path) -> None:
+    run, model = start(world, "zero=0")
+    frozen = next(iter(dict(model.named_parameters())))
+    model.get_parameter(frozen).requires_grad_(False)
+    ema = shoal.EMA(run, DECAY)
+    assert frozen not in ema.averages
+    run.step(share(run))
+    ema.update()
+    run.save(tmp_path)  # without its average
+    model.get_parameter(frozen).requires_grad_(True)
+    ema.update()
+    begun = model.get_parameter(frozen).detach().clone()
+    run.step(share(run))
+    ema.update()
+    expected = DECAY * begun + (1 - DECAY) * model.get_parameter(frozen).detach()
+    torch.testing.assert_close(ema.averages[frozen], expected)
+    run.load(tmp_path)
+    assert torch.equal(ema.averages[frozen], begun)
+    run.step(share(run))
+    run.save(tmp_path / "later")
+    again, model = start(world, "zero=0")
+    model.get_parameter(frozen).requires_grad_(False)
+    loaded = shoal.EMA(again, DECAY)
+    with rejects("T106", frozen):
+        again.load(tmp_path / "later")
+    assert frozen not in loaded.averages
+
+
+@on_ranks(1)
+def test_an_average_begins_with_the_loaded_weights(world: World, tmp_path: Path) -> None:
+    run, _ = start(world, "zero=0")
+    run.step(share(run))
+    run.save(tmp_path)  # without an average
+    trained = run.weights()
+    for only_weights in (False, True):
+        again, _ = start(world, "zero=0")
+        ema = shoal.EMA(again, DECAY)
+        for _ in range(2):
+            again.step(share(again))
+            ema.update()
+        again.load(tmp_path, only_weights=only_weights)
+        with ema.applied():
+            found = again.weights()
+        assert all(torch.equal(found[name], weight) for name, weight in trained.items())

@@ -6,7 +6,7 @@ as full tensors (`ema/NAME`), so another layout can load them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,8 @@ class EMA:
             print(run.evaluate(held_out))
 
     The numbers are those of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`: the first update
-    copies the weights. Weights below float32 are averaged in float32. `run.save` and `run.load` include it.
+    copies the weights. Weights below float32 are averaged in float32. Frozen parameters have no average; one that is
+    unfrozen later joins at the next update, with its value of then. `run.save` and `run.load` include it.
 
     of     a run with a prepared model, or a module without a run
     decay  the part of the average that stays in each update
@@ -43,23 +44,24 @@ class EMA:
         self._run = of if isinstance(of, RunState) else None
         if self._run is not None:
             _reject(self._run)
-        named: Mapping[str, nn.Parameter] = (
+        self._named: Mapping[str, nn.Parameter] = (
             dict(of.named_parameters()) if isinstance(of, nn.Module) else of.composed.named
         )
-        self._parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        self.averages = {name: _wide(weight) for name, weight in self.weights.items()}
+        self.averages: dict[str, Tensor] = {}
         """Name of a parameter → the average of this rank's piece of it."""
+        self._join_unfrozen()
         if self._run is not None:
             self._run.ema = self
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """This rank's pieces of the parameters; changing them changes the model."""
-        return {name: to_local(parameter.detach()) for name, parameter in self._parameters.items()}
+        return {name: to_local(self._named[name].detach()) for name in self.averages}
 
     @torch.no_grad()
     def update(self) -> None:
         """Average the weights in; call it after each step."""
+        self._join_unfrozen()
         weights = list(self.weights.values())
         if self.num_updates == 0:
             self.reset()
@@ -81,7 +83,8 @@ class EMA:
         if self._run is not None:
             self._run.reject_open_step("to apply an average")
         own = {name: weight.clone() for name, weight in self.weights.items()}
-        self._assign(self.averages)
+        if self.num_updates:  # before the first, the averages are weights of an earlier time
+            self._assign(self.averages)
         try:
             yield
         finally:
@@ -93,9 +96,31 @@ class EMA:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, on the same layout."""
-        for name, average in self.averages.items():
-            average.copy_(state["averages"][name])
-        self.num_updates = int(state["num_updates"])
+        saved = state["averages"]
+        self.resume(int(state["num_updates"]), saved)
+        for name in self.averages.keys() & saved.keys():
+            self.averages[name].copy_(saved[name])
+
+    @torch.no_grad()
+    def resume(self, num_updates: int, saved: Container[str]) -> None:
+        """Continue from a checkpoint with the averages of these parameters. Others begin with their weights."""
+        for name, parameter in self._named.items():
+            if num_updates and name in saved and not parameter.requires_grad:
+                raise ShoalError(
+                    f"the checkpoint has an average of {name}, which is frozen here: the average would be lost",
+                    fix=f"unfreeze {name} before shoal.EMA(...)",
+                    code="T106",
+                )
+        for name, weight in self.weights.items():
+            if name not in saved:
+                self.averages[name].copy_(weight)
+        self.num_updates = num_updates
+
+    @torch.no_grad()
+    def _join_unfrozen(self) -> None:
+        for name, parameter in self._named.items():
+            if parameter.requires_grad and name not in self.averages:
+                self.averages[name] = _wide(to_local(parameter.detach()))
 
     @torch.no_grad()
     def _assign(self, values: Mapping[str, Tensor]) -> None:

@@ -45,12 +45,21 @@ def _begin_adagrad(optimizer: Optimizer) -> None:
 
 
 def _reject_unknown_parameters(optimizer: Optimizer, composed: ParallelModel) -> None:
-    """An optimizer of other parameters: they get no gradient, and the model would never change."""
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if held and held.isdisjoint(composed.named.values()):
+    """An optimizer of other parameters: no rank averages their gradients, and no checkpoint has them."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = set(composed.named.values())
+    others = [parameter for parameter in held if parameter not in own]
+    if held and len(others) == len(held):
         raise ShoalError(
             "not one parameter of the optimizer is of this model, which would never change",
             fix="build it over model.parameters() of the model that prepare is given, or over run.parameters",
+            code="T027",
+        )
+    if others:
+        raise ShoalError(
+            f"{len(others)} of {len(held)} parameters of the optimizer are not of this model, such as one of shape"
+            f" {tuple(others[0].shape)}: no rank would average their gradients, and no checkpoint would have them",
+            fix="make them parameters of the model that prepare is given; or an optimizer of their own",
             code="T027",
         )
 

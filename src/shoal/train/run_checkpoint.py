@@ -157,6 +157,8 @@ def load_run(run: RunState, directory: str | Path, step: int | None, *, only_wei
         newest = known[-1] if step is None else step
         weights = load_step(store, run.world, holder_of(run), newest, only_weights=True)
         reject_other_base(run.composed, run.world, weights, store.where)
+        if run.ema is not None:
+            run.ema.num_updates = 0  # the average starts over from these weights
         return run.steps_done
     if step is None:
         manifest = load_newest([store], run.world, holder_of(run))
@@ -223,7 +225,14 @@ def restore(run: RunState, manifest: Manifest) -> None:
         local_sgd.step_scale.begins_equal = "step_scale" not in saved
     run.saved_ema = int(state.get("ema", 0))
     if run.ema is not None:
-        run.ema.num_updates, run.saved_ema = run.saved_ema, 0  # 0: the next update starts from the loaded weights
+        run.ema.resume(run.saved_ema, _averaged(run, manifest))
+        run.saved_ema = 0
     run.extra = dict(state.get("extra", {}))
     run.steps_done = manifest.step
     run.replicas_agreed_at = None
+
+
+def _averaged(run: RunState, manifest: Manifest) -> set[str]:
+    """The parameters of this rank whose averages a checkpoint has; of a tied one, the first name is saved."""
+    firsts = {second: first for first, second in run.composed.tied}
+    return {name for name in run.composed.named if f"ema/{firsts.get(name, name)}" in manifest.tensors}
