@@ -24,6 +24,7 @@ from shoal.train.run import Run
 from shoal.verification.exact_casts import keeping_float64
 from tests import huggingface
 from tests.cover import wide
+from tests.rejects import rejects
 
 
 def drawn_model(kind: str) -> Any:
@@ -200,6 +201,17 @@ def test_padding_before_the_tokens_is_not_seen(kind: str) -> None:
         after = run.weights()
     for name, gradient in gradients.items():  # that of a bias of keys is zero
         assert float((before[name] - after[name] - gradient).norm()) <= 1e-12 * (1 + float(gradient.norm())), name
+
+
+def test_a_mask_of_four_dimensions_is_not_taken_for_padding() -> None:
+    """transformers would let every query see all of its keys, also later ones."""
+    model, tokens = LEFT_PADDED["llama"](), torch.randint(3, 32, (2, 8))
+    mask = torch.ones(2, 1, 1, 8, dtype=torch.bool)
+    mask[0, ..., 6:] = False
+    with keeping_float64("fp64", is_foreign=True), Run("fp64", fused_layers=True, device="cpu") as run:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        with rejects("M063", (2, 1, 1, 8)):
+            run.step({"input_ids": tokens, "attention_mask": mask, "labels": tokens})
 
 
 def opt() -> Any:

@@ -52,11 +52,15 @@ def _register() -> None:
 
 
 def padding_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
-    """The mask that attention modules get: which keys are no padding, (B, keys) → (B, 1, 1, keys). None: all."""
+    """The mask that attention modules get: which keys are no padding, (B, keys) → (B, 1, 1, keys). None: all.
+
+    It is of uint8, since models pass a mask of four dimensions that a user made to attention as it is. One of booleans
+    says all that a query may see, also when it has this shape.
+    """
     if attention_mask is None:
         return None
     keys = attention_mask.to(torch.bool)
-    return None if not keys.is_meta and bool(keys.all()) else keys[:, None, None]
+    return None if not keys.is_meta and bool(keys.all()) else keys[:, None, None].view(torch.uint8)
 
 
 def install(model: Any) -> None:
@@ -118,10 +122,10 @@ def _keys(mask: Tensor | None) -> Tensor | None:
     """Which keys may be seen, of what `padding_mask` has made."""
     if mask is None:
         return None
-    if mask.dim() != 4 or mask.shape[1:3] != (1, 1) or mask.dtype != torch.bool:
+    if mask.dim() != 4 or mask.shape[1:3] != (1, 1) or mask.dtype != torch.uint8:
         raise ShoalError(
             f"attention_mask must have one entry for each token, (samples, tokens), got shape {tuple(mask.shape)}",
             fix="attention_mask as the tokenizer returns it, or none",
             code="M063",
         )
-    return mask[:, 0, 0]
+    return mask[:, 0, 0].view(torch.bool)
