@@ -130,3 +130,43 @@ def test_the_command_takes_a_model_and_its_batch(capsys: pytest.CaptureFixture[s
     printed = capsys.readouterr()
     assert "overridden by --plan.mb" in printed.err
     assert "mb=4" in printed.out
+
+
+GPT2 = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --max-position-embeddings 1024 --vocab-size 50257"
+LLAMA = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8"
+    " --ffn-hidden-size 14336 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights"
+    " --normalization RMSNorm --position-embedding-type rope --max-position-embeddings 8192 --vocab-size 128256"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "parameters"),
+    [
+        (GPT2, 124_475_904),  # 124,439,808, and 47 rows of padding
+        (f"{GPT2} --num-query-groups 4", 124_475_904),  # which is not read without --group-query-attention
+        (f"{GPT2} --make-vocab-size-divisible-by 1", 124_439_808),
+        (LLAMA, 8_030_261_248),
+    ],
+)
+def test_the_model_is_the_one_that_the_arguments_describe(capsys: Any, text: str, parameters: int) -> None:
+    assert (
+        main(["plan", "--cluster", "h100:8", "--json", "--megatron", f"{text} --bf16 --use-distributed-optimizer"]) == 0
+    )
+    assert json.loads(capsys.readouterr().out)["parameters"] == parameters
+
+
+def test_experts_of_megatron() -> None:
+    found = translate_megatron(f"{LLAMA} --num-experts 8 --moe-layer-freq ([0]*1+[1]*31) --moe-ffn-hidden-size 512")
+    assert (found.settings["top_k"], found.form["dense_layers"], found.settings["expert_ffn"]) == (2, 1, 512)
+    assert codes(translate_megatron(f"{LLAMA} --num-experts 8 --moe-layer-freq 2")) == ["E062"]
+    assert codes(translate_megatron(f"{LLAMA} --kv-channels many")) == ["E061"]
+
+
+@pytest.mark.parametrize("name", ["hidden", "layers", "kv-heads", "vocabulary", "experts"])
+def test_negative_dimensions_are_rejected(capsys: Any, name: str) -> None:
+    sizes = {"hidden": 64, "layers": 2, "heads": 2, name: -3}
+    words = [word for key, value in sizes.items() for word in (f"--{key}", str(value))]
+    assert main(["plan", "--cluster", "h100:8", *words]) == 2
+    error = capsys.readouterr().err
+    assert "Q001" in error and f"--{name} -3" in error

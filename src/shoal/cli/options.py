@@ -150,7 +150,10 @@ def _options(kind: type[Any]) -> Iterator[_Option]:
     hints = get_type_hints(kind, include_extras=True)
     for each in fields(kind):
         hint = hints[each.name]
-        is_positional = tyro.conf.Positional in getattr(hint, "__metadata__", ())
+        marks = getattr(hint, "__metadata__", ())
+        if tyro.conf.Suppress in marks:  # it is no option to type
+            continue
+        is_positional = tyro.conf.Positional in marks
         plain = get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
         is_one = get_origin(plain) in (None, tuple, Literal)
         kinds = (plain,) if is_one else tuple(part for part in get_args(plain) if part is not NoneType)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -38,6 +38,9 @@ class Options(PlanRequest):
     megatron: str | None = None
     """Arguments of Megatron-LM, such as "--tensor-model-parallel-size 2 --bf16", which every plan must have; sizes of
     the model and the batch are taken over, too."""
+
+    form: Annotated[Mapping[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+    """What --megatron says of the model beside its dimensions."""
 
     json: bool = False
     """Print one JSON object and nothing else on stdout."""

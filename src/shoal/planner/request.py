@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Literal
 
@@ -135,6 +135,8 @@ class PlanRequest:
     experts: int | None = None
     top_k: int | None = None
     expert_ffn: int | None = None
+    form: Mapping[str, Any] = field(default_factory=dict)
+    """What dimensions alone do not say of a model without a name: fields of `Workload`."""
 
     def task(self) -> Task:
         """Return the model, the cluster and the batch that they name."""
@@ -188,6 +190,7 @@ def check_numbers(request: PlanRequest, cluster: Cluster | None) -> list[Problem
         ("--seq-len", request.seq_len),
         ("--global-batch", request.global_batch),
         ("--top", request.top),
+        *((f"--{name.replace('_', '-')}", getattr(request, name) or None) for name in DIMENSIONS),  # 0: none of them
     ):
         if value is not None and value < 1:
             found += [Problem("Q001", f"{name} {value} is not a number of at least 1", f"{name} 1 or more")]
@@ -221,7 +224,7 @@ def workload_of(request: PlanRequest) -> Workload:
                 fix="shoal plan llama3-8b ..., or --hidden 4096 --layers 32 --heads 32",
                 code="Q004",
             )
-        return Workload(name="a model of these dimensions", **{"vocabulary": 32000, **given})
+        return Workload(name="a model of these dimensions", **{"vocabulary": 32000, **request.form, **given})
     if ".py" in request.model and not request.model.startswith("hf:"):
         if given:
             raise ShoalError(

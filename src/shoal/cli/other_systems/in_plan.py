@@ -67,4 +67,6 @@ def _merged(options: PlanRequest, found: Translation) -> tuple[dict[str, Any], l
             )
         elif asked.get(name) is not None:
             changed[name] = asked[name]
+    if options.model is None:
+        changed["form"] = found.form
     return changed, typed

@@ -65,6 +65,8 @@ class Translation:
     """Keys of a plan; None: the key stays open, whatever a recipe has."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Dotted keys of a recipe."""
+    form: dict[str, Any] = field(default_factory=dict)
+    """Of a model: fields of the planner's `Workload`."""
     lines: list[Line] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     num_accumulated: int | None = None

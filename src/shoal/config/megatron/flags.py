@@ -103,13 +103,11 @@ _TRAINING = """
     exit-signal-handler attention-dropout hidden-dropout decoupled-lr decoupled-min-lr
 """
 _MODEL = """
-    max-position-embeddings position-embedding-type rotary-base rotary-percent use-rotary-position-embeddings
-    no-position-embedding normalization norm-epsilon swiglu squared-relu disable-bias-linear add-qkv-bias
-    untie-embeddings-and-output-weights group-query-attention kv-channels qk-layernorm apply-layernorm-1p
-    make-vocab-size-divisible-by attention-softmax-in-fp32 no-query-key-layer-scaling rotary-scaling-factor
-    use-rope-scaling moe-router-load-balancing-type moe-aux-loss-coeff moe-z-loss-coeff moe-router-pre-softmax
-    moe-layer-freq moe-shared-expert-intermediate-size moe-expert-capacity-factor moe-pad-expert-input-to-capacity
-    moe-router-score-function moe-router-enable-expert-bias moe-router-dtype mtp-num-layers mtp-loss-scaling-factor
+    rotary-base rotary-percent no-position-embedding normalization norm-epsilon add-qkv-bias qk-layernorm
+    apply-layernorm-1p attention-softmax-in-fp32 no-query-key-layer-scaling rotary-scaling-factor use-rope-scaling
+    moe-router-load-balancing-type moe-aux-loss-coeff moe-z-loss-coeff moe-router-pre-softmax
+    moe-expert-capacity-factor moe-pad-expert-input-to-capacity
+    moe-router-score-function moe-router-enable-expert-bias moe-router-dtype mtp-loss-scaling-factor
 """
 _FILES = """
     data-path split train-data-path valid-data-path test-data-path data-cache-path mock-data num-workers vocab-file
@@ -125,6 +123,7 @@ NO_EFFECT = {
     **dict.fromkeys(_SPEED.split(), "shoal has its own kernels and buckets"),
     **dict.fromkeys(_TRAINING.split(), "a setting of a recipe, not of a plan"),
     **dict.fromkeys(_MODEL.split(), "the size of the model decides"),
+    "mtp-num-layers": "predicted without its layers, which predict further tokens",
     **dict.fromkeys(_FILES.split(), "a setting of a recipe, not of a plan"),
 }
 """Arguments without effect on a plan → why."""

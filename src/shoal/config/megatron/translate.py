@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.config.deepspeed.translation import Line, Translation
 from shoal.config.megatron.flags import NO_EFFECT, REJECTED, REQUEST, STRENGTH, SWITCHES, WHOLE, WORDS
+from shoal.config.megatron.model import OF_MODEL, read_model
 from shoal.errors import Problem, nearest
 
 SPECIAL = (
@@ -17,7 +18,7 @@ SPECIAL = (
     "recompute-num-layers",
     "expert-tensor-parallel-size",
 )
-KNOWN = (*WHOLE, *SWITCHES, *WORDS, *REQUEST, *REJECTED, *NO_EFFECT, *SPECIAL)
+KNOWN = (*WHOLE, *SWITCHES, *WORDS, *REQUEST, *REJECTED, *NO_EFFECT, *SPECIAL, *OF_MODEL)
 
 
 def translate_megatron(text: str, *, num_ranks: int | None = None) -> Translation:
@@ -30,6 +31,7 @@ def translate_megatron(text: str, *, num_ranks: int | None = None) -> Translatio
             into.problems.append(Problem("E061", what, f"--{flag} once"))
         given[flag] = values
         _one(flag, values, into)
+    read_model(given, into)
     _precision(given, into)
     _sharding(given, into)
     _stages(given, into)
@@ -70,7 +72,7 @@ def _one(flag: str, values: list[str], into: Translation) -> None:
         into.problems.append(Problem("E062", what, REJECTED[flag]))
     elif flag in NO_EFFECT:
         into.lines.append(Line(f"--{flag}", " ".join(values) or None, "", f"no effect here: {NO_EFFECT[flag]}"))
-    elif flag not in SPECIAL:
+    elif flag not in SPECIAL and flag not in OF_MODEL:
         near = nearest(flag, KNOWN)
         fix = f"--{near}" if near else f"leave --{flag} out, if it changes neither parallelism nor batch nor precision"
         into.problems.append(Problem("E060", f"shoal does not know --{flag} of Megatron-LM", fix))
