@@ -169,4 +169,5 @@ def test_negative_dimensions_are_rejected(capsys: Any, name: str) -> None:
     words = [word for key, value in sizes.items() for word in (f"--{key}", str(value))]
     assert main(["plan", "--cluster", "h100:8", *words]) == 2
     error = capsys.readouterr().err
-    assert "Q001" in error and f"--{name} -3" in error
+    assert "Q001" in error
+    assert f"--{name} -3" in error
