@@ -205,6 +205,7 @@ def test_a_count_in_the_batch_is_rejected() -> None:
 
 def test_a_loss_of_routers_is_no_sum_over_microbatches() -> None:
     refused("mixtral", batch("mixtral"), r"of its routers beside the cross-entropy")
+    refused("mixtral", batch("mixtral"), r"of its routers beside", lambda model: scale_routers(model, 1e-8))
     model = build("mixtral").float()
     parts = [{name: x[i : i + 4] for name, x in batch("mixtral").items()} for i in (0, 4)]
     sums = [balanced(model, part) for part in parts]
@@ -212,6 +213,19 @@ def test_a_loss_of_routers_is_no_sum_over_microbatches() -> None:
     with Run("fp32 mb=4", device="cpu", loss=balanced) as run:  # as the fix says
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
         assert run.step(batch("mixtral")).item() == pytest.approx(mean, rel=1e-5)
+
+
+def scale_routers(model: Any, coefficient: float) -> None:
+    model.router_aux_loss_coef = coefficient
+
+
+def test_a_loss_of_routers_times_zero_is_none() -> None:
+    model = build("mixtral").float()
+    scale_routers(model, 0.0)
+    theirs = model(**batch("mixtral")).loss.item()
+    with Run("fp32 mb=2", device="cpu") as run:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        assert run.step(batch("mixtral")).item() == pytest.approx(theirs, rel=1e-5)
 
 
 def balanced(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -315,3 +329,40 @@ def test_the_loss_of_other_logits_is_rejected() -> None:
     """Its targets are the labels, so it was taken for the loss of the logits that are returned."""
     with rejects("T014", "the logits that it returns"):
         loss_around("other logits", batch("llama"))
+
+
+def weighted() -> nn.Module:
+    """A GPT-2 whose own loss weights classes."""
+    model: Any = build("gpt2").float()
+    weights = torch.arange(1.0, VOCABULARY + 1)
+    model.loss_function = lambda logits, labels, **_: F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), weight=weights
+    )
+    return model
+
+
+def one_weighted_step(world: World, plan: str, options: dict[str, Any], mine: dict[str, Tensor]) -> float:
+    run = Run(f"fp32 {plan}", world=world, **options)
+    model = weighted()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    return run.step(mine).item()
+
+
+def said_of_weights(world: World, plan: str, options: dict[str, Any]) -> tuple[str, float]:
+    """What a run says of class weights, and the loss of a run with the loss function that it says."""
+    mine = {name: value[world.rank * 4 :][:4] for name, value in batch("gpt2").items()}
+    ones = {**mine, "labels": torch.ones_like(mine["labels"])}
+    with pytest.raises(ShoalError) as caught:
+        one_weighted_step(world, plan, options, ones)
+    own = {**options, "loss": lambda model, batch: model(**batch).loss}
+    return str(caught.value), one_weighted_step(world, plan, own, mine)
+
+
+@pytest.mark.parametrize(("plan", "options"), [("", {"find_unused_parameters": True}), ("zero=3 mb=2", {})])
+def test_class_weights_are_seen_on_every_rank(pool: Pool, plan: str, options: dict[str, Any]) -> None:
+    """torch's DDP hid them behind a node of its own, and all labels have one class, for which weights cancel."""
+    theirs = weighted()(**batch("gpt2")).loss.item()
+    for said, loss in pool.run(said_of_weights, 2, plan, options):
+        assert "T014" in said
+        assert "weights classes" in said
+        assert loss == pytest.approx(theirs, rel=1e-5)

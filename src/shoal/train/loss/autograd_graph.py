@@ -16,9 +16,9 @@ from torch import Tensor
 
 _SAME = ("ToCopyBackward", "CloneBackward", "AliasBackward", "ViewBackward", "SqueezeBackward", "NegBackward")
 _MAX_NODES = 200
-_MEAN, _SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
+MEAN, _SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
 _WEIGHTED = ("AddmmBackward", "MmBackward", "BmmBackward", "MvBackward", "LinearBackward", "ConvolutionBackward")
-_MODEL = (*_WEIGHTED, "EmbeddingBackward", "CompiledFunctionBackward", "torch::autograd::AccumulateGrad")
+MODEL = (*_WEIGHTED, "EmbeddingBackward", "CompiledFunctionBackward", "torch::autograd::AccumulateGrad")
 """Operations of a model, where the search for reductions ends."""
 _OTHER = ("Logsumexp", "Amax", "Amin", "LinalgVectorNorm", "Norm", "Var", "Std", "Prod", "Max", "Min", "Median")
 _OTHER_REDUCTIONS = tuple(f"{name}Backward" for name in _OTHER)
@@ -52,7 +52,7 @@ def leaves_of(node: Any) -> Iterator[Leaf]:
         node, division, is_scaled = stack.pop()
         num_seen += 1
         name = "" if node is None else node.name()
-        children = _children(node)
+        children = children_of(node)
         if num_seen > _MAX_NODES:
             yield Leaf()
             return
@@ -60,7 +60,7 @@ def leaves_of(node: Any) -> Iterator[Leaf]:
             stack += [(child, division, is_scaled) for child in children]
         elif len(children) == 1 and (name.startswith(_SAME) or _is_of_reduced_number(node, name)):
             stack.append((children[0], division, is_scaled))
-        elif name.startswith("MulBackward") and len(children) == 1 and _is_by_number(node):
+        elif name.startswith("MulBackward") and len(children) == 1 and is_by_number(node):
             stack.append((children[0], division, True))
         elif name.startswith("DivBackward") and len(children) == 1:
             stack.append((children[0], node if division is None else math.nan, is_scaled))
@@ -96,7 +96,7 @@ def _sees_data(node: Any) -> bool:
         is_opaque = isinstance(node, torch.autograd.function.BackwardCFunction)
         if is_first_layer or is_opaque or name.startswith(("EmbeddingBackward", "CompiledFunctionBackward")):
             return True
-        more = [child for child in _children(node) if child not in seen]
+        more = [child for child in children_of(node) if child not in seen]
         seen.update(more)
         if len(seen) > _MAX_NODES:
             return True
@@ -104,14 +104,27 @@ def _sees_data(node: Any) -> bool:
     return False
 
 
-def _children(node: Any) -> list[Any]:
-    return [] if node is None else [child for child, _ in node.next_functions if child is not None]
+def root_of(value: Tensor) -> Any:
+    """The node that a value was computed by."""
+    return _below_sink(value.grad_fn, value.output_nr)
+
+
+def children_of(node: Any) -> list[Any]:
+    """The nodes of a node's inputs; inputs without a gradient have none."""
+    inputs = [] if node is None else [_below_sink(*edge) for edge in node.next_functions]
+    return [child for child in inputs if child is not None]
+
+
+def _below_sink(node: Any, output: int) -> Any:
+    """torch's DDP puts one node over all outputs of a model, if that may leave parameters out."""
+    is_sink = node is not None and node.name().startswith("_DDPSink")
+    return node.next_functions[output][0] if is_sink else node
 
 
 def _reduction(node: Any, name: str) -> int | None:
     """Whether a reduction is a mean or a sum; None: it is no reduction."""
     if name.startswith("MeanBackward"):
-        return _MEAN
+        return MEAN
     if name.startswith("SumBackward"):
         return _SUM
     reduction: int | None = getattr(node, "_saved_reduction", None)
@@ -127,21 +140,21 @@ def _is_of_reduced_number(node: Any, name: str) -> bool:
 
 def _leaf(node: Any, name: str, division: Any, is_scaled: bool) -> Leaf:
     reduction = _reduction(node, name)
-    if reduction not in (_MEAN, _SUM):
+    if reduction not in (MEAN, _SUM):
         return Leaf()
     below = _reduced_below(node)
     if reduction == _SUM and division is None:
         return Leaf(is_sum=below in (None, _SUM) and not is_scaled)
     if below is not None:
         return Leaf()
-    if reduction == _MEAN and division is not None and not _is_by_number(division):
+    if reduction == MEAN and division is not None and not is_by_number(division):
         return Leaf()
-    if reduction == _MEAN:
+    if reduction == MEAN:
         return Leaf(_num_counted(node, name), node=node, source=node)
     return Leaf(None if isinstance(division, float) else _as_count(division._saved_other), node=node, source=division)
 
 
-def _is_by_number(node: Any) -> bool:
+def is_by_number(node: Any) -> bool:
     """Whether a product or a quotient is by a Python number and not by a tensor, which may be a count. The graph has a
     Python number as a tensor of 8 bytes in host memory."""
     if isinstance(node, float):
@@ -174,9 +187,9 @@ def _num_counted(node: Any, name: str) -> Tensor | float:
 
 
 def _reduced_below(node: Any) -> int | None:
-    """Whether the input of a reduction was reduced over samples before: only by sums (`_SUM`), or otherwise (`_MEAN`),
+    """Whether the input of a reduction was reduced over samples before: only by sums (`_SUM`), or otherwise (`MEAN`),
     when its number of elements is not that of the batch. None: it was not."""
-    stack, seen, found = _children(node), {node}, set()
+    stack, seen, found = children_of(node), {node}, set()
     has_rows_reduced = has_moved_samples = False
     while stack:
         node = stack.pop()
@@ -184,16 +197,16 @@ def _reduced_below(node: Any) -> int | None:
             continue
         seen.add(node)
         if len(seen) > _MAX_NODES:
-            return _MEAN
+            return MEAN
         name = node.name()
         found.add(_reduction_of_samples(node, name))
         has_rows_reduced |= name.startswith(("MeanBackward", "SumBackward"))
         has_moved_samples |= _moves_samples(node, name)
-        if not name.startswith(_MODEL) and not isinstance(node, torch.autograd.function.BackwardCFunction):
-            stack += _children(node)
+        if not name.startswith(MODEL) and not isinstance(node, torch.autograd.function.BackwardCFunction):
+            stack += children_of(node)
     if has_rows_reduced and has_moved_samples:
-        return _MEAN
-    return _MEAN if _MEAN in found else _SUM if _SUM in found else None
+        return MEAN
+    return MEAN if MEAN in found else _SUM if _SUM in found else None
 
 
 def _reduction_of_samples(node: Any, name: str) -> int | None:
@@ -201,10 +214,10 @@ def _reduction_of_samples(node: Any, name: str) -> int | None:
     reduction = _reduction(node, name)
     if name.startswith(("MeanBackward", "SumBackward")):
         return reduction if _is_over_first(node) else None
-    if reduction in (_MEAN, _SUM):
+    if reduction in (MEAN, _SUM):
         return reduction
     is_other = name.startswith(_OTHER_REDUCTIONS) and _is_over_first(node)
-    return _MEAN if is_other or _makes_a_number(node, name) else None
+    return MEAN if is_other or _makes_a_number(node, name) else None
 
 
 def _is_over_first(node: Any) -> bool:
@@ -233,7 +246,7 @@ def _makes_a_number(node: Any, name: str) -> bool:
     if name.startswith("torch::autograd::AccumulateGrad") or () not in _shapes(node):
         return False
     is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
-    return is_custom or any(shape for child in _children(node) for shape in _shapes(child))
+    return is_custom or any(shape for child in children_of(node) for shape in _shapes(child))
 
 
 def _shapes(node: Any) -> list[tuple[int, ...]]:
@@ -261,7 +274,7 @@ def _count_of_smoothed(leaves: list[Leaf]) -> Tensor | float | None:
     for name in path:
         if node is None or not node.name().startswith(name):
             return None
-        node = (_children(node) or [None])[0]
+        node = (children_of(node) or [None])[0]
     log_softmax = _log_softmax(node)
     return plain.count if log_softmax is not None and log_softmax is _log_softmax(plain.node) else None
 
@@ -271,5 +284,5 @@ def _log_softmax(node: Any) -> Any:
     for _ in range(5):
         if node is None or node.name().startswith("LogSoftmaxBackward"):
             return node
-        node = (_children(node) or [None])[0]
+        node = (children_of(node) or [None])[0]
     return None

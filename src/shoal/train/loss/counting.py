@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.data.batch import IGNORE, length, map_tensors
 from shoal.errors import ShoalError
 from shoal.numerics.precision import wide
-from shoal.train.loss.autograd_graph import common_count, leaves_of
+from shoal.train.loss.autograd_graph import common_count, leaves_of, root_of
 from shoal.train.loss.call_recorder import CallRecorder
 
 
@@ -76,7 +76,7 @@ def read_loss(returned: Any, recorder: CallRecorder | None = None) -> Loss:
         )
     if recorder is not None and (noted := recorder.of(returned)) is not None:
         return Loss(returned, Kind.SUM if noted.count is None else Kind.COUNTED, noted.count)
-    leaves = list(leaves_of(returned.grad_fn))
+    leaves = list(leaves_of(root_of(returned)))
     if leaves and all(leaf.is_sum for leaf in leaves):
         return Loss(returned, Kind.SUM)
     count = common_count(leaves)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shoal.data.batch import IGNORE
 from shoal.errors import ShoalError
+from shoal.train.loss.own_loss import OwnLoss, read_own_loss
 
 OWN_LOSS = "Run(loss=lambda model, batch: model(**batch).loss)"
 ROUTER_LOSS = (
@@ -30,7 +31,6 @@ ROUTER_LOSS = (
 """What to type for a model that adds a loss of its routers."""
 ROUGHLY, ROUNDED = 1e-3, 2e-2
 """Relative differences of one loss, computed twice; those of 16 bits are rounded to 0.004."""
-_SAME = ("ToCopyBackward", "CloneBackward", "AliasBackward", "ViewBackward")
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -70,15 +70,17 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 def is_shifting(own: Tensor, logits: Tensor, labels: Tensor, *, adds_routers: bool = False) -> bool | None:
     """Whether a model's own loss compares logits with shifted labels; None: all labels are ignored.
     Raise if it is the cross-entropy of neither. `adds_routers`: the model adds a loss of its routers to it."""
+    seen = read_own_loss(own, logits.shape[-1])
+    if seen.other:
+        raise _not_plain(seen, adds_routers=adds_routers)
     candidates = {False: labels} | ({True: shifted(labels)} if labels.dim() > 1 and logits.dim() > 2 else {})
     counting = {is_shifted for is_shifted, one in candidates.items() if bool((one != IGNORE).any())}
     if not counting:
         return None
-    target = _target_of(own)
-    if target is not None:
+    if seen.target is not None:
         for is_shifted, one in candidates.items():
             sliced = labels[..., 1:] if is_shifted else one
-            if any(torch.equal(target, same.flatten().to(target)) for same in (one, sliced)):
+            if any(torch.equal(seen.target, same.flatten().to(seen.target)) for same in (one, sliced)):
                 return is_shifted
     value = float(own.detach())
     if math.isnan(value) and counting == {False} and True in candidates:  # the mean over no label
@@ -92,12 +94,7 @@ def is_shifting(own: Tensor, logits: Tensor, labels: Tensor, *, adds_routers: bo
     rounding = 1e-9 if own.dtype == torch.float64 else 1e-4
     if not apart[nearest] <= rounding * max(abs(value), 1e-3):
         if adds_routers:
-            raise ShoalError(
-                f"the model's own loss of the first batch, {value:.6g}, has {apart[nearest]:.3g} of its routers beside"
-                " the cross-entropy: a product of means over all tokens, which is no sum over microbatches and ranks",
-                fix=ROUTER_LOSS,
-                code="T014",
-            )
+            raise _with_routers(f" of the first batch, {value:.6g}, has {apart[nearest]:.3g}")
         raise ShoalError(
             f"the model's own loss of the first batch, {value:.6g}, is not the cross-entropy of its logits and the"
             " labels, shifted or not: it has other terms, or leaves other labels out",
@@ -107,18 +104,28 @@ def is_shifting(own: Tensor, logits: Tensor, labels: Tensor, *, adds_routers: bo
     return nearest
 
 
-def _target_of(loss: Tensor) -> Tensor | None:
-    """The targets of a mean cross-entropy without class weights; None: it is another loss, or not known."""
-    node = loss.grad_fn
-    while node is not None and node.name().startswith(_SAME):
-        node = node.next_functions[0][0]
-    if node is None or not node.name().startswith("NllLoss"):
-        return None
-    is_plain = node._saved_reduction == 1 and node._saved_weight is None  # type: ignore[attr-defined]
-    if not is_plain or node._saved_ignore_index % 2**64 != IGNORE % 2**64:  # type: ignore[attr-defined]
-        return None
-    target: Tensor = node._saved_target.flatten()  # type: ignore[attr-defined]
-    return target
+def _not_plain(seen: OwnLoss, *, adds_routers: bool) -> ShoalError:
+    """The error for a loss whose graph shows something else, whatever its value for the first batch is."""
+    if seen.has_terms and adds_routers:
+        return _with_routers(" has a term")
+    fix = OWN_LOSS
+    if seen.ignored is not None:
+        fix = f"-100 in place of {seen.ignored} in the labels, and ignore_index=-100 in the model; or {OWN_LOSS}"
+    return ShoalError(
+        "the model's own loss of the first batch is not the cross-entropy of its logits and the labels: it"
+        f" {seen.other}",
+        fix=fix,
+        code="T014",
+    )
+
+
+def _with_routers(has: str) -> ShoalError:
+    return ShoalError(
+        f"the model's own loss{has} of its routers beside the cross-entropy: a product of means over all tokens, which"
+        " is no sum over microbatches and ranks",
+        fix=ROUTER_LOSS,
+        code="T014",
+    )
 
 
 def reject_shifted_twice(inputs: Any, labels: Tensor) -> None:
