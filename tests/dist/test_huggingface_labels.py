@@ -203,6 +203,32 @@ def test_a_count_in_the_batch_is_rejected() -> None:
     refused("gpt2", {**batch("gpt2"), "num_items_in_batch": torch.full((8,), 30)}, "T105")
 
 
+def step_with_count(world: World, plan: str) -> list[float | str]:
+    """The loss of a step and of an evaluation with a count of the whole batch, and without it."""
+    whole = batch("gpt2")
+    mine = {name: value[world.rank * (8 // world.size) :][: 8 // world.size] for name, value in whole.items()}
+    count = int((whole["labels"][:, 1:] != -100).sum())
+    model = build("gpt2").float()
+    run = Run(f"fp32 {plan}", world=world, loss=lambda model, batch: model(**batch).loss)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    found: list[float | str] = []
+    for step in (lambda batch: run.step(batch).item(), lambda batch: run.evaluate([batch])):
+        for extra in ({"num_items_in_batch": count}, {}):
+            try:
+                found.append(step({**mine, **extra}))
+            except ShoalError as error:
+                found.append(error.problems[0].code)
+    return found
+
+
+@pytest.mark.parametrize(("size", "plan"), [(1, ""), (1, "mb=4"), (2, "mb=2")])
+def test_a_count_in_the_batch_is_rejected_with_a_loss_function_too(pool: Pool, size: int, plan: str) -> None:
+    """The loss was divided by the number of microbatches of all ranks: by 1, 2 and 4 here."""
+    theirs = pytest.approx(build("gpt2").float()(**batch("gpt2")).loss.item(), rel=1e-5)
+    for found in pool.run(step_with_count, size, plan):
+        assert found == ["T105", theirs, "T105", theirs]
+
+
 def test_a_loss_of_routers_is_no_sum_over_microbatches() -> None:
     refused("mixtral", batch("mixtral"), r"of its routers beside the cross-entropy")
     refused("mixtral", batch("mixtral"), r"of its routers beside", lambda model: scale_routers(model, 1e-8))
@@ -298,6 +324,8 @@ class Around(nn.Module):
             self.forward = self.without_labels  # type: ignore[method-assign]
 
     def forward(self, **batch: Any) -> Any:
+        if self.way == "drops labels":
+            return self.inner(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         output = self.inner(**batch)
         if self.way == "other logits":
             output.logits = output.logits * 9.0
@@ -319,10 +347,11 @@ def test_a_model_inside_of_another_keeps_its_convention() -> None:
     whole = batch("llama")
     theirs = build("llama").float()(**whole).loss.item()
     assert loss_around("passes all", whole) == pytest.approx(theirs, rel=1e-6)
-    with rejects("T015", "labels=None"):
-        loss_around("no labels", whole)
     shifted_by_hand = {**whole, "labels": F.pad(whole["labels"][:, 1:], (0, 1), value=-100)}
-    assert loss_around("no labels", shifted_by_hand) == pytest.approx(theirs, rel=1e-6)
+    for way in ("no labels", "drops labels"):
+        with rejects("T015", "labels=None"):
+            loss_around(way, whole)
+        assert loss_around(way, shifted_by_hand) == pytest.approx(theirs, rel=1e-6)
 
 
 def test_the_loss_of_other_logits_is_rejected() -> None:

@@ -12,7 +12,7 @@ from shoal.data.batch import to_device
 from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.parallel.pipeline.pipeline import MicrobatchFeed
 from shoal.train.loss.counting import Loss
-from shoal.train.loss.objective import CrossEntropy, call_of, loss_of_output
+from shoal.train.loss.objective import CrossEntropy, call_of, loss_of_output, reject_own_count
 from shoal.train.loss.tally import Tally
 from shoal.train.run_state import RunState
 
@@ -34,6 +34,7 @@ def evaluate(run: RunState, batches: Iterable[Any], stop: Callable[[], bool] | N
                 was_stopped = True
                 break
             whole, counts = one
+            reject_own_count(whole)
             batch = run.own_tokens(whole)
             if counts and isinstance(run.objective, CrossEntropy):
                 run.objective.check(batch)

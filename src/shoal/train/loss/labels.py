@@ -152,8 +152,8 @@ def reject_copies(inputs: Any, labels: Tensor) -> None:
         is_alike = isinstance(tokens, Tensor) and not tokens.is_floating_point() and tokens.shape == labels.shape
         if is_alike and is_varied and bool((labels == tokens)[counts].all()):
             raise ShoalError(
-                "the labels are the tokens at the same places, and the forward takes no labels, which the model inside"
-                " would shift: it would learn to copy",
+                "the labels are the tokens at the same places, and the forward passes no labels to the model inside, or"
+                " returns no loss of it; the model inside would shift them: it would learn to copy",
                 fix="labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100); or"
                 " def forward(self, ..., labels=None), which returns the output of the model inside",
                 code="T015",

@@ -134,6 +134,8 @@ class CrossEntropy:
         own, logits = getattr(output, "loss", None), getattr(output, "logits", None)
         if not isinstance(own, Tensor) or own.dim():
             _reject_bare_loss(output)
+            if holds_other(model):  # whose labels this forward may have dropped
+                reject_copies(_inputs(batch), labels)
             if not _has_rows(_logits(output), labels):
                 output = _output(model, batch, passes_labels=self.rule.needs)
             total = self._sum_of(_logits(output), labels, None)
@@ -280,17 +282,22 @@ def loss_of_output(objective: Objective, output: Any, batch: Any, weight: float)
 def _labels(batch: Any) -> Tensor:
     if isinstance(batch, Mapping) and "labels" in batch:
         labels = batch["labels"]
-        if "num_items_in_batch" in batch:
-            raise ShoalError(
-                "a run divides the loss by the labels of the global batch, got a batch with num_items_in_batch",
-                fix="a batch without num_items_in_batch, or Run(loss=lambda model, batch: model(**batch).loss)",
-                code="T105",
-            )
     elif isinstance(batch, tuple | list) and len(batch) == 2:
         labels = batch[1]
     else:
         raise _no_labels(batch)
     return labels  # type: ignore[no-any-return]
+
+
+def reject_own_count(batch: Any) -> None:
+    """Raise if a batch has a count, for which a model of transformers would divide its loss by itself: the parts of a
+    batch would be divided by the count of the whole, and once more by their number."""
+    if isinstance(batch, Mapping) and "num_items_in_batch" in batch:
+        raise ShoalError(
+            "a run divides the loss by the labels of the global batch, got a batch with num_items_in_batch",
+            fix="batches without it: {name: value for name, value in batch.items() if name != 'num_items_in_batch'}",
+            code="T105",
+        )
 
 
 def _inputs(batch: Any) -> Any:

@@ -13,7 +13,7 @@ from shoal.data.batch import length, parts, to_device
 from shoal.parallel.context.attention import is_cut, mark_cut
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.train.checks import reject_arguments, reject_batch, reject_direct_loop
-from shoal.train.loss.objective import CrossEntropy, reject_copied_tokens, reject_next_tokens
+from shoal.train.loss.objective import CrossEntropy, reject_copied_tokens, reject_next_tokens, reject_own_count
 from shoal.train.run_state import RunState
 from shoal.train.step.report import Counted, OpenStep
 
@@ -38,6 +38,7 @@ def open_step(
     counted  what the dataset knows of every global batch; None: labels are counted
     """
     reject_batch(batch, state.open_step)
+    reject_own_count(batch)
     use_device(state.device)  # a step may be made in another thread than the one that prepared it
     composed, objective, mb = state.parallel_model, state.objective, state.plan.mb
     shifts = state.shifts_labels or (isinstance(objective, CrossEntropy) and objective.rule.is_shifted)
