@@ -38,14 +38,9 @@ def open_step(
     counted  what the dataset knows of every global batch; None: labels are counted
     """
     reject_batch(batch, state.open_step)
-    reject_own_count(batch)
+    _reject_labels(state, batch)
     use_device(state.device)  # a step may be made in another thread than the one that prepared it
     composed, objective, mb = state.parallel_model, state.objective, state.plan.mb
-    shifts = state.shifts_labels or (isinstance(objective, CrossEntropy) and objective.rule.is_shifted)
-    if shifts and state.unchecked_forward is not None and not is_cut(batch):
-        reject_next_tokens(batch)
-    if isinstance(objective, CrossEntropy) and objective.rule.hides_other and state.unchecked_forward is not None:
-        reject_copied_tokens(batch)
     batch = state.own_tokens(batch)
     if isinstance(objective, CrossEntropy):
         if state.unchecked_forward is not None:
@@ -79,6 +74,18 @@ def open_step(
     )
     state.open_step = step
     return step
+
+
+def _reject_labels(state: RunState, batch: Any) -> None:
+    """A count in any batch; in the first one, labels that the model would shift twice, or not at all."""
+    reject_own_count(batch)
+    if state.unchecked_forward is None:
+        return
+    rule = state.objective.rule if isinstance(state.objective, CrossEntropy) else None
+    if (state.shifts_labels or (rule is not None and rule.is_shifted)) and not is_cut(batch):
+        reject_next_tokens(batch)
+    if rule is not None and rule.hides_other:
+        reject_copied_tokens(batch)
 
 
 def _num_missing(composed: ParallelModel | None, num_own: int, largest: int | None, mb: int | None) -> int:
