@@ -4,22 +4,20 @@
     init_parameter    weights from the seed and the name (pretrained/deferred.py)
     init_buffer       buffers, which no file has
 
-A model that is built on the meta device needs the last two. They come from a twin: the same model with real buffers and
-without parameters.
+A model that is built on the meta device needs the last two. They come from a twin (pretrained/twin.py): the same model
+with real buffers and without parameters.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from shoal.config.pretrained_folder import folder_of
 from shoal.errors import ShoalError, listed, nearest, needs
@@ -28,6 +26,7 @@ from shoal.models.huggingface.pretrained.data.pixels import pixel_rule
 from shoal.models.huggingface.pretrained.deferred import with_values_later
 from shoal.models.huggingface.pretrained.folder import config_of, with_floats
 from shoal.models.huggingface.pretrained.same_config import Origin
+from shoal.models.huggingface.pretrained.twin import Twin
 from shoal.numerics.fp8.convert import silence
 
 INITS = ("weights", "random")
@@ -68,8 +67,7 @@ def build_unchanged(name: str, *, init: str = "weights", trust_remote_code: Any 
     config = _config(folder, changes, trusts=trust_remote_code)
     construct = partial(_construct, folder, config, trusts=trust_remote_code)
     model = construct()
-    with _parameters_on_meta():
-        twin = Twin(construct())
+    twin = Twin(construct)
     kind: Any = type(model)
     model.__class__ = with_values_later(kind)
     model.twin = twin
@@ -168,66 +166,3 @@ def _wrong(folder: Path, error: Exception) -> ShoalError:
         fix="the config.json as save_pretrained writes it",
         code="M073",
     )
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Build modules whose parameters have no memory, and whose buffers do."""
-    original = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # one that is tied is there already
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        original(module, name, parameter)
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-    try:
-        with torch.device("cpu"), _EmptyOnMeta():
-            yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
-
-
-class _EmptyOnMeta(TorchFunctionMode):
-    """Make tensors without values on the meta device: even for a moment, those of some experts fit in no memory."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return func(*args, **({**kwargs, "device": "meta"} if func is torch.empty else kwargs))
-
-
-class Twin:
-    """The whole model, with buffers and without parameters. Copies of a model, such as its stages, share it."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        both = model.named_parameters(remove_duplicate=False)
-        self.firsts = {name: names[id(p)] for name, p in both if names[id(p)] != name}
-        """Second name of a parameter → its first."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
-        return self
-
-    def draw(self, name: str, into: Tensor, generator: torch.Generator) -> None:
-        """Fill a parameter as transformers initialises the module that owns it."""
-        path, _, own = name.rpartition(".")
-        module = self.model.get_submodule(path)
-        memo: dict[int, Any] = {id(p): p for p in module.parameters()}  # of others, which stay without memory
-        memo[id(getattr(module, own))] = fresh = nn.Parameter(into.new_full(into.shape, torch.nan))
-        copied = copy.deepcopy(module, memo)
-        author = self._author_of(path)
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-            torch.default_generator.manual_seed(generator.initial_seed())
-            author._init_weights(copied)
-        if into.numel() and bool(fresh.flatten()[0].isnan()):
-            raise ShoalError(
-                f"transformers does not say how {name} starts", fix="a folder with weights to start from", code="M078"
-            )
-        into.copy_(fresh)
-
-    def _author_of(self, path: str) -> Any:
-        """The nearest model of transformers around a module; others are parts of it."""
-        names = [path, *(path[:at] for at in range(len(path) - 1, 0, -1) if path[at] == "."), ""]
-        modules = (self.model.get_submodule(name) for name in names)
-        return next(module for module in modules if hasattr(module, "_init_weights"))
