@@ -133,3 +133,16 @@ def test_the_printed_fix_trains_with_class_weights() -> None:
     with Run("fp32 mb=3", device="cpu", loss=lambda model, batch: model(**batch).loss) as run:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert run.step(data).item() == pytest.approx(theirs, rel=1e-6)
+
+
+def test_a_model_that_changes_its_labels_is_rejected() -> None:
+    """Its loss was that of the changed labels in the first batch, and later ones were not changed."""
+
+    def ignoring_pads(logits: Tensor, labels: Tensor) -> Tensor:
+        labels[labels == 0] = -100
+        return F.cross_entropy(logits, labels)
+
+    data = batch()
+    data["labels"][3, 1] = 0
+    with rejects("T014", "0 to -100", "-100 in place of 0"):
+        step(ignoring_pads, data)

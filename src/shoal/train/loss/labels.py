@@ -160,6 +160,17 @@ def reject_copies(inputs: Any, labels: Tensor) -> None:
             )
 
 
+def reject_changed(given: Tensor, labels: Tensor) -> None:
+    """Raise if a forward has changed the labels that it was given: it does so in its own loss only."""
+    if not torch.equal(given, labels):
+        old, new = (int(one[given != labels][0]) for one in (given, labels))
+        raise ShoalError(
+            f"the model's forward changes the labels of its batch, here {old} to {new}, for its own loss alone",
+            fix=f"{new} in place of {old} in the labels of the dataset; or {OWN_LOSS}",
+            code="T014",
+        )
+
+
 def reject_other_logits(own: Tensor, recomputed: Tensor) -> None:
     """Raise if a model's loss has the batch's labels for targets, and is not that of the logits that it returns."""
     value, other = float(own.detach()), float(recomputed.detach())

@@ -32,6 +32,7 @@ from shoal.train.loss.labels import (
     holds_other,
     is_shifting,
     needs_labels,
+    reject_changed,
     reject_copies,
     reject_other_logits,
     reject_shifted_twice,
@@ -129,8 +130,10 @@ class CrossEntropy:
         labels = _labels(batch)
         if labels.is_floating_point():
             raise _not_whole(labels, "the model's logits", fix=OWN_LOSS)
+        given = labels.clone()
         with _uncompiled(), _explain_bad_label():
             output = _output(model, batch, passes_labels=True)
+        reject_changed(given, labels)
         own, logits = getattr(output, "loss", None), getattr(output, "logits", None)
         if not isinstance(own, Tensor) or own.dim():
             _reject_bare_loss(output)
