@@ -117,6 +117,17 @@ def test_only_the_wanted_parameter_has_memory(tmp_path: Path) -> None:
     assert all(parameter.is_meta for parameter in twin.model.parameters())
 
 
+def test_a_rule_that_needs_another_parameter_of_its_module(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"attention_hidden_size": 16, "context_length": 8, "vocab_size": 41}
+    config = transformers.RwkvConfig(hidden_size=16, num_hidden_layers=2, architectures=["RwkvForCausalLM"], **sizes)
+    config.save_pretrained(tmp_path)
+    model = build_unchanged(f"hf:{tmp_path}", init="random")
+    name = "rwkv.blocks.1.attention.time_mix_value"
+    expected = model.get_parameter(name).detach().clone()
+    initialise(model, 0)
+    assert torch.equal(model.get_parameter(name), expected)
+
+
 class Scaled(transformers.LlamaForCausalLM):  # type: ignore[no-untyped-call]
     """With parameters that no rule fills."""
 

@@ -73,15 +73,33 @@ class Twin:
 
     def _run_rules(self, name: str, into: Tensor) -> None:
         fresh = nn.Parameter(into, requires_grad=False)
-        places = [(module, own, module._parameters[own]) for module, own in self.places[name]]
-        for module, own, _ in places:
-            module._parameters[own] = fresh
-        try:
-            for author, module in self.rules[name]:
-                author._init_weights(module)
-        finally:
-            for module, own, without_memory in places:
-                module._parameters[own] = without_memory
+        places = [(module, own, fresh) for module, own in self.places[name]]
+        for author, module in self.rules[name]:
+            try:
+                with _holding(places):
+                    author._init_weights(module)
+            except NotImplementedError:  # RWKV makes values where another parameter of the module is
+                own = {id(place[0]): place[1] for place in places}.get(id(module))
+                others = [
+                    (module, other, nn.Parameter(torch.full(parameter.shape, torch.nan), requires_grad=False))
+                    for other, parameter in module.named_parameters(recurse=False)
+                    if other != own
+                ]
+                with _holding([*places, *others]):
+                    author._init_weights(module)
+
+
+@contextmanager
+def _holding(places: list[tuple[nn.Module, str, nn.Parameter]]) -> Iterator[None]:
+    """Give modules parameters with memory for a while."""
+    before = [(module, own, module._parameters[own]) for module, own, _ in places]
+    for module, own, fresh in places:
+        module._parameters[own] = fresh
+    try:
+        yield
+    finally:
+        for module, own, without_memory in before:
+            module._parameters[own] = without_memory
 
 
 @dataclass(frozen=True)
