@@ -90,3 +90,11 @@ def test_an_adagrad_that_has_made_steps_is_rejected(world: World) -> None:
     optimizer.step()
     with rejects("T026"):
         Run("fp64 zero=3", world=world).prepare(model, optimizer)
+
+
+@on_ranks(2)
+def test_a_parameter_of_no_model_is_rejected(world: World) -> None:
+    model = build()
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
+    with rejects("T027", "1 of 7"):
+        Run("fp64", world=world).prepare(model, optimizer)

@@ -257,7 +257,8 @@ def test_parameters_outside_of_the_model_are_corrected() -> None:
 
     (expected,) = torch.autograd.grad(loss(model, (x, y)), [scale])
     with Run("fp64 mb=1", device="cpu", loss=loss) as run:
-        run.prepare(model, torch.optim.SGD([*model.parameters(), scale], lr=1.0))
+        with pytest.warns(UserWarning, match="1 of 3 parameters of the optimizer are not of this model"):
+            run.prepare(model, torch.optim.SGD([*model.parameters(), scale], lr=1.0))
         run.step((x, y))
     assert 1 - scale.item() == pytest.approx(expected.item(), rel=1e-12)
 

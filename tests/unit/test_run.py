@@ -356,11 +356,6 @@ def test_randomness_belongs_to_the_step_not_to_the_past(make_run: Any) -> None:
     assert len(set(first)) == 3  # each step draws its own
 
 
-def with_stranger(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model, and an optimizer that holds another parameter beside the model's."""
-    return model, torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
-
-
 @pytest.mark.parametrize(
     ("misuse", "code"),
     [
@@ -372,7 +367,6 @@ def with_stranger(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
             lambda run: run.prepare(network(), torch.optim.SGD(network().parameters(), lr=0.1)),
             "T027",
         ),
-        (lambda run: run.prepare(*with_stranger(network())), "T027"),
         (
             lambda run: run.prepare(torch.compile(llama.build(num_layers=1), backend="eager")),
             "M059",

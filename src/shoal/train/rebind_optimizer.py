@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch.optim import Adagrad, Optimizer
 
@@ -55,13 +57,12 @@ def _reject_unknown_parameters(optimizer: Optimizer, composed: ParallelModel) ->
             fix="build it over model.parameters() of the model that prepare is given, or over run.parameters",
             code="T027",
         )
+    what = f"{len(others)} of {len(held)} parameters of the optimizer are not of this model"
+    fix = "make them parameters of the model that prepare is given"
+    if others and composed.plan.layout.world_size > 1:
+        raise ShoalError(f"{what}: no rank would average their gradients", fix=fix, code="T027")
     if others:
-        raise ShoalError(
-            f"{len(others)} of {len(held)} parameters of the optimizer are not of this model, such as one of shape"
-            f" {tuple(others[0].shape)}: no rank would average their gradients, and no checkpoint would have them",
-            fix="make them parameters of the model that prepare is given; or an optimizer of their own",
-            code="T027",
-        )
+        warnings.warn(f"{what}: checkpoints of the run leave them out (fix: {fix})", stacklevel=4)
 
 
 def _reject_missing_stages(optimizer: Optimizer, composed: ParallelModel) -> None:

@@ -132,11 +132,11 @@ def _adapter_config(step: SavedStep) -> dict[str, Any]:
             f"{step.path} must hold adapters for --format peft, got none", fix="--format safetensors", code="L014"
         )
     if others := settings.get("others"):
-        name = str(others[0])[:80]
+        first = str(others[0])[:80]
         raise ShoalError(
             f"--format peft has adapters and whole modules, and {step.path} has {len(others)} other trained parameters,"
-            f" such as {name}, which would be lost",
-            fix=f"--format safetensors; or modules_to_save=[{name.rpartition('.')[0]!r}] when the run begins",
+            f" such as {first}, which would be lost",
+            fix=f"--format safetensors; or modules_to_save=[{first.rpartition('.')[0]!r}] when the run begins",
             code="L024",
         )
     name = model_in(step).get("name")

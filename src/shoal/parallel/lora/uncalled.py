@@ -39,18 +39,20 @@ def uncalled(parent: nn.Module, layer: str) -> bool:
     """Whether a module may use the weight of a child without calling it, and never calls it."""
     if isinstance(parent, OF_TORCH):
         return True
-    read, called = _uses(type(parent))
-    return layer in read and layer not in called
+    kind: Any = type(parent)
+    read, called = _uses(kind)
+    return layer in read - called
 
 
 def also_read(parent: nn.Module, layer: str) -> bool:
     """Whether it does on some path, and calls the child on another."""
-    read, called = _uses(type(parent))
-    return layer in read and layer in called
+    kind: Any = type(parent)
+    read, called = _uses(kind)
+    return layer in read & called
 
 
 @cache
-def _uses(kind: type) -> tuple[set[str], set[str]]:
+def _uses(kind: Any) -> tuple[set[str], set[str]]:
     """The children whose weights the functions of a class read, and those that they call."""
     read: set[str] = set()
     called: set[str] = set()
