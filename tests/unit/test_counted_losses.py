@@ -247,6 +247,25 @@ def test_losses_that_count_the_same_by_chance_are_not_trusted() -> None:
     assert kinds == {Kind.MEAN}
 
 
+def test_a_count_of_the_whole_batch_is_rejected() -> None:
+    """As the loss of transformers with num_items_in_batch computes it: each microbatch would be divided by it."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits, labels = model(batch["x"]).flatten(0, -2), batch["labels"].flatten()
+        return F.cross_entropy(logits, labels, reduction="sum") / data()["labels"].numel()
+
+    for plan, is_rejected in (("fp64", False), ("fp64 mb=2", True)):
+        model = nn.Linear(6, CLASSES).double()
+        with Run(plan, device="cpu", loss=loss) as run:
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            if is_rejected:
+                with rejects("T107", "labels by a larger number"):
+                    run.step(data())
+            else:  # one microbatch is the whole batch
+                expected = loss(model, data()).item()
+                assert run.step(data()).item() == pytest.approx(expected, rel=1e-12)
+
+
 def test_parameters_outside_of_the_model_are_corrected() -> None:
     torch.manual_seed(0)
     model, scale = nn.Linear(4, 3).double(), nn.Parameter(torch.ones((), dtype=torch.float64))

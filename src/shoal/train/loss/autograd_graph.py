@@ -42,6 +42,8 @@ class Leaf:
     """The node that the count was read from."""
     is_nonlinear: bool = False
     """Whether it is another function of the batch than a mean or a sum, such as the root of a mean."""
+    num_labels: int | None = None
+    """Labels of torch's cross-entropy, ignored ones included; None: it is another reduction."""
 
 
 def leaves_of(node: Any) -> Iterator[Leaf]:
@@ -151,7 +153,9 @@ def _leaf(node: Any, name: str, division: Any, is_scaled: bool) -> Leaf:
         return Leaf()
     if reduction == MEAN:
         return Leaf(_num_counted(node, name), node=node, source=node)
-    return Leaf(None if isinstance(division, float) else _as_count(division._saved_other), node=node, source=division)
+    count = None if isinstance(division, float) else _as_count(division._saved_other)
+    num_labels = node._saved_target.numel() if name.startswith("NllLoss") and node._saved_weight is None else None
+    return Leaf(count, node=node, source=division, num_labels=num_labels)
 
 
 def is_by_number(node: Any) -> bool:

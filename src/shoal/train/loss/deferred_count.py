@@ -41,6 +41,13 @@ def take(step: OpenStep, loss: Tensor | Loss, number: int, *, weight: float, is_
             fix="return the mean itself, such as F.mse_loss(...) without .sqrt(); or one rank and no mb=",
             code="T041",
         )
+    if loss.num_labels is not None and not is_alone:
+        raise ShoalError(
+            f"the loss function divides a sum over {loss.num_labels} labels by a larger number, the count of another"
+            " batch than its microbatch: gradients would be divided twice",
+            fix=f"a loss without a count from outside, such as num_items_in_batch; or {PAIR_FIX}",
+            code="T107",
+        )
     step.kinds.add(loss.kind)
     if loss.is_shifted is not None:
         step.seen_shifted.append(loss.is_shifted)
