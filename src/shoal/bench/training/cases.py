@@ -36,9 +36,26 @@ class Ranks:
     cores: int
     device: str
     """cpu or cuda."""
+    hosts: tuple[int, ...] = ()
+    """Ranks of each host, this one first, which the largest number of ranks is spread over; empty: of this host alone.
+    Other numbers of ranks are measured on this host."""
+
+    @property
+    def most_here(self) -> int:
+        """The largest number of ranks that is measured on this host alone."""
+        return max(number for number in self.nproc if not self.is_spread(number))
+
+    def is_spread(self, ranks: int) -> bool:
+        """Whether a number of ranks is spread over the hosts."""
+        return bool(self.hosts) and ranks == sum(self.hosts)
+
+    def here(self, ranks: int) -> int:
+        """Those of a number of ranks that are on this host."""
+        return self.hosts[0] if self.is_spread(ranks) else ranks
 
     def shared(self, ranks: int) -> str:
         """Why a number of ranks says nothing about scaling; empty: it does."""
+        ranks = self.here(ranks)
         if self.device != "cpu" or ranks * self.threads <= self.cores:
             return ""
         of = "" if self.threads == 1 else f" of {self.threads} threads"
@@ -67,30 +84,33 @@ def with_plan(recipe: Recipe, words: str, *, ranks: int, batch: int, mb: int | N
     return changed.model_copy(update={"plan": Plan(**mapping)})
 
 
-def checked_case(name: str, recipe: Recipe, ranks: int) -> Case:
-    """The case of a recipe; with a reason if the recipe cannot be trained so."""
-    problems, job = checked_job(recipe, ranks)
+def checked_case(name: str, recipe: Recipe, ranks: int, here: int | None = None) -> Case:
+    """The case of a recipe; with a reason if the recipe cannot be trained so. `here`: the ranks of this host; None:
+    all."""
+    problems, job = checked_job(recipe, ranks, here)
     return Case(name, job, _in_one_line(problems))
 
 
-def checked_job(recipe: Recipe, ranks: int) -> tuple[list[Problem], Job | None]:
+def checked_job(recipe: Recipe, ranks: int, here: int | None = None) -> tuple[list[Problem], Job | None]:
     """The job of a recipe, or all its problems."""
     if recipe.plan.sync == AUTO:
         what = "sync=auto is chosen when a run begins, and a benchmark needs a value"
         return [Problem("R055", what, "sync=diloco:50, or no sync")], None
     try:
         found = (
-            launch(_problems, (recipe, ranks), nproc=1)[0] if fork_is_safe() else _problems(None, None, recipe, ranks)
+            launch(_problems, (recipe, ranks, here or ranks), nproc=1)[0]
+            if fork_is_safe()
+            else _problems(None, None, recipe, ranks, here or ranks)
         )
         return found, None if found else _job(recipe, ranks)
     except ShoalError as error:
         return list(error.problems), None
 
 
-def _problems(placement: Placement | None, store: Store | None, recipe: Recipe, ranks: int) -> list[Problem]:
+def _problems(placement: Placement | None, store: Store | None, recipe: Recipe, ranks: int, here: int) -> list[Problem]:
     """The problems of a recipe, found in a process of its own: the trace of a pipeline starts threads, after which no
     rank could be forked, and loads libraries that would count as memory of every row."""
-    return list(check_recipe(recipe, ranks, check_size=check_fits(ranks)).problems)
+    return list(check_recipe(recipe, ranks, check_size=check_fits(here)).problems)
 
 
 def _job(recipe: Recipe, ranks: int) -> Job:

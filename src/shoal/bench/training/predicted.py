@@ -63,12 +63,12 @@ def typical(rounds: Sequence[Predicted | None]) -> Predicted | None:
     return known[(len(known) - 1) // 2] if known else None
 
 
-def predict_case(recipe: Recipe, cluster: Cluster) -> Predicted | None:
-    """Predict a recipe on this many ranks of one machine; None: its model has no known dimensions."""
+def predict_case(recipe: Recipe, cluster: Cluster, num_hosts: int = 1) -> Predicted | None:
+    """Predict a recipe on its ranks of one machine, or of several; None: its model has no known dimensions."""
     model = without_memory(lambda: build_model(recipe.model))
     if model is None:
         return None
-    here = replace(cluster, per_node=recipe.plan.layout.world_size, nodes=1)
+    here = replace(cluster, per_node=recipe.plan.layout.world_size // num_hosts, nodes=num_hosts)
     try:
         found = task_for(recipe, model, here).predict(recipe.plan)
     except ShoalError:

@@ -1,4 +1,4 @@
-"""Strong and weak scaling over 1 to N ranks of this machine, for several plans.
+"""Strong and weak scaling over 1 to N ranks of this machine, or of several hosts, for several plans.
 
     strong   the same global batch on every number of ranks: what a step computes is the same
     weak     the same number of samples for each rank: the batch grows with the ranks
@@ -23,11 +23,12 @@ from shoal.bench.training.anchor import Anchors, alone
 from shoal.bench.training.cases import Ranks, checked_case, checked_job, microbatch_of, with_plan
 from shoal.bench.training.machine import CalibrationTurns
 from shoal.bench.training.predicted import Predicted, predict_case, typical
-from shoal.bench.training.turns import WARMUP_STEPS, Case, Spread, differences, measure_in_turns
+from shoal.bench.training.turns import WARMUP_STEPS, Case, Measure, Spread, differences, measure_in_turns
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError, raise_if
 from shoal.predict.cluster import Cluster
 from shoal.train.build_model import build_model, without_memory
+from shoal.train.recipe.preflight import Job
 
 Mode = Literal["strong", "weak"]
 Predictions = Mapping[str, Sequence[Predicted | None]]
@@ -53,6 +54,8 @@ class ScaleRequest:
     rounds: int
     is_anchored: bool = True
     """Whether predictions are of this machine, so that what was measured on it holds for them."""
+    on_hosts: Measure | None = None
+    """Measures the ranks that are spread over hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +116,16 @@ def table_of(recipe: Recipe, request: ScaleRequest) -> ScaleTable:
 
 def _anchors(recipe: Recipe, request: ScaleRequest, rows: Sequence[Row]) -> Anchors:
     """Of each number of ranks that do not share cores, as many that send nothing."""
+    is_spread = request.ranks.is_spread
     batches = {row.ranks: row.batch for row in rows if not row.note and row.plan != data_parallel.NAME}
+    batches = {number: batch for number, batch in batches.items() if not is_spread(number)}
     more = {number: alone(recipe, request.ranks, number, batch) for number, batch in batches.items() if number > 1}
     return Anchors(more, rows[0].case)
 
 
 def _data_parallel(request: ScaleRequest, rows: Sequence[Row]) -> Iterator[Row]:
     """The row of `nn.DataParallel` on the largest number of ranks, against the first base; measured with GPUs alone."""
-    base, ranks = rows[0], max(request.ranks.nproc)
+    base, ranks = rows[0], request.ranks.most_here
     job = base.case.job
     assert job is not None
     if ranks > 1 and base.mode == "strong":
@@ -167,7 +172,10 @@ def _case(recipe: Recipe, request: ScaleRequest, plan: str, ranks: int, batch: i
     changed = with_plan(recipe, plan, ranks=ranks, batch=batch, mb=mb, threads=request.ranks.threads)
     name = f"{plan} on {ranks} rank{'s' * (ranks != 1)}, batch {batch}"
     if ranks > 1:
-        return checked_case(name, changed, ranks)
+        case = checked_case(name, changed, ranks, request.ranks.here(ranks))
+        if request.on_hosts is not None and request.ranks.is_spread(ranks):
+            case.measure = request.on_hosts
+        return case
     problems, job = checked_job(changed, ranks)
     raise_if(problems)
     return Case(name, job)
@@ -179,11 +187,7 @@ def _case(recipe: Recipe, request: ScaleRequest, plan: str, ranks: int, batch: i
 def to_mapping(table: ScaleTable, clusters: Sequence[Cluster]) -> dict[str, Any]:
     """Rows, losses and errors of the prediction, as JSON; times in seconds, memory in bytes. `clusters`: the machine as
     it was in each round."""
-    predictions = {
-        case.name: [predict_case(case.job.recipe, cluster) for cluster in clusters]
-        for case in table.cases
-        if case.job is not None
-    }
+    predictions = {case.name: _predicted(case.job, table.request, clusters) for case in table.cases if case.job}
     anchored = {case.name: table.anchors.anchored(case, predictions) for case in table.cases}
     rows = [row_mapping(row, anchored, is_anchored=table.anchors.base is not None) for row in table.rows]
     return {
@@ -197,7 +201,18 @@ def to_mapping(table: ScaleTable, clusters: Sequence[Cluster]) -> dict[str, Any]
         "threads": table.request.ranks.threads,
         "cores": table.request.ranks.cores,
         "device": table.request.ranks.device,
+        "hosts": list(table.request.ranks.hosts),
     }
+
+
+def _predicted(job: Job, request: ScaleRequest, clusters: Sequence[Cluster]) -> list[Predicted | None]:
+    """The predictions of a case, one for each round. Between hosts they need a cluster that is named: this machine,
+    which is measured otherwise, has no link to another one."""
+    is_spread = request.ranks.is_spread(job.recipe.plan.layout.world_size)
+    if is_spread and request.is_anchored:
+        return []
+    num_hosts = len(request.ranks.hosts) if is_spread else 1
+    return [predict_case(job.recipe, cluster, num_hosts) for cluster in clusters]
 
 
 def row_mapping(row: Row, predictions: Predictions, *, is_anchored: bool = False) -> dict[str, Any]:

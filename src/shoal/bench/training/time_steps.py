@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich.console import Console
 from torch.distributed import Store
@@ -25,6 +27,8 @@ from shoal.train.recipe.saving.start_weights import expect_weights
 from shoal.train.run import Run
 from shoal.train.trace.find_blocks import attach_blocks
 
+SERIES = ("seconds", "waited", "losses")
+"""Values of every step."""
 COUNTED_STEP = 1
 """The step whose memory is counted: the second, since the first one creates the state of the optimizer."""
 
@@ -46,9 +50,33 @@ class RankSteps:
     states: Memory
     """Bytes of parameters, gradients and optimizer state before an update, counted."""
 
+    def to_mapping(self) -> dict[str, Any]:
+        """As plain values, for another rank or host."""
+        return {**asdict(self), **{name: list(getattr(self, name)) for name in SERIES}}
 
-def time_steps(placement: Placement | None, store: Store | None, job: Job, num_steps: int) -> RankSteps:
-    """Make this many steps, the first ones included. Every rank calls it."""
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> RankSteps:
+        """From plain values.
+
+        >>> steps = RankSteps(seconds=(1.0,), waited=(0.0,), losses=(2.0,), peak=3, process=1, states=Memory(1, 1, 0))
+        >>> RankSteps.of(steps.to_mapping()) == steps
+        True
+        """
+        series = {name: tuple(map(float, said[name])) for name in SERIES}
+        memory = Memory(**{name: int(value) for name, value in said["states"].items()})
+        return cls(**series, peak=int(said["peak"]), process=int(said["process"]), states=memory)
+
+
+def time_steps(
+    placement: Placement | None,
+    store: Store | None,
+    job: Job,
+    num_steps: int,
+    *,
+    join: Callable[[list[RankSteps]], RankSteps] | None = None,
+) -> RankSteps:
+    """Make this many steps, the first ones included. Every rank calls it. `join` makes one result of those of all
+    ranks; None: each returns its own."""
     launch = job.recipe.launch
     world = World.start(placement, device=launch.device, timeout=launch.timeout, store=store, threads=launch.threads)
     process = peak_bytes(world.device)
@@ -56,7 +84,7 @@ def time_steps(placement: Placement | None, store: Store | None, job: Job, num_s
         _prepare(run, job)
         held: list[Memory] = []
         seconds, waited, losses = _steps(run, job, num_steps, held)
-        return RankSteps(
+        own = RankSteps(
             seconds=tuple(seconds),
             waited=tuple(waited),
             losses=tuple(losses),
@@ -64,6 +92,7 @@ def time_steps(placement: Placement | None, store: Store | None, job: Job, num_s
             process=process,
             states=held[0],
         )
+        return own if join is None else join([RankSteps.of(each) for each in world.all_gather_object(own.to_mapping())])
 
 
 def _prepare(run: Run, job: Job) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shoal.cli.options import parse_options
 from shoal.comm.rendezvous.key import Key
 from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.launch.hosts.agent.runner import Work
+    from shoal.launch.hosts.messages import Message
 
 NO_COORDINATOR = 75
 """The exit code of an agent with `--exit-as-run` that has lost its coordinator, or has found none: try again."""
@@ -62,13 +67,18 @@ def main(arguments: Sequence[str]) -> int:
 
 def _serve(options: Agent, address: tuple[str, int], key: Key) -> int:
     """Serve the coordinator; the exit code of the run."""
+    from shoal.cli.bench.on_hosts import is_of_bench, prepare_steps
     from shoal.cli.train import as_verb
     from shoal.launch.hosts.agent.join import run_agent
     from shoal.launch.hosts.etcd.client import Etcd
     from shoal.launch.hosts.etcd.leadership import Leadership
 
     wait = 0.0 if options.key_from_stdin else options.wait  # a coordinator that starts agents listens already
-    name, prepare = options.name or socket.gethostname(), as_verb().prepare
+    name, verb = options.name or socket.gethostname(), as_verb()
+
+    def prepare(order: Message) -> tuple[Message, Callable[[Message], Work]]:
+        return prepare_steps(order) if is_of_bench(order) else verb.prepare(order)
+
     if options.store:
         from shoal.launch.hosts.agent.follow import follow
 

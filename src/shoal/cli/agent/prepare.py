@@ -39,11 +39,10 @@ class TrainVerb:
         )
         job = self.checked_job(options, reading, placement)
         import_for_workers(job.recipe.plan)
-        recipe = json.dumps(job.recipe.model_dump(mode="json"), sort_keys=True, default=str)
         facts = {
             "plan": str(job.recipe.plan),
-            "recipe": hashlib.sha256(recipe.encode()).hexdigest()[:12],
-            "device": _device(job.recipe.launch.device, order),
+            "recipe": recipe_hash(job.recipe),
+            "device": device_there(job.recipe.launch.device, order),
             "saves_to": _saves_to(job.recipe),
             "has_copies": bool(job.recipe.checkpoint.memory_every.amount),
         }
@@ -94,7 +93,13 @@ def _saves_to(recipe: Any) -> str:
     return str(recipe.checkpoint.dir or recipe.run.dir or "runs")
 
 
-def _device(device: str, order: Message) -> str:
+def recipe_hash(recipe: Any) -> str:
+    """The start of a hash, by which hosts compare their recipes."""
+    text = json.dumps(recipe.model_dump(mode="json"), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def device_there(device: str, order: Message) -> str:
     """The kind of device that ranks of this host will use; raises if there are fewer GPUs than ranks."""
     import torch
 

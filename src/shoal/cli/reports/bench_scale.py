@@ -68,6 +68,11 @@ def sentences(found: Found) -> Iterator[str]:
         if reason:
             yield f"{plan} on {ranks} ranks: {reason}"
     yield from dict.fromkeys(row["note"] for row in found["rows"] if row["note"])
+    if slots := found.get("hosts"):
+        each = " and ".join(map(str, slots))
+        yield f"{sum(slots)} ranks are {each} of {len(slots)} hosts; fewer are of this host alone"
+        if not any(row.get("predicted") for row in found["rows"] if row["ranks"] == sum(slots)):
+            yield "predictions between hosts need --cluster, such as h100:8x2 or a file of shoal calibrate"
     for each in found["losses"]:
         steps, batch, largest = each["steps"], each["global_batch"], each["largest"]
         if each["are_equal"]:
