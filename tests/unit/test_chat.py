@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +280,27 @@ def test_a_template_that_leaves_out_a_key_is_rejected(folder: Path, tmp_path: Pa
     pytest.importorskip("transformers")
     with rejects("D100", key, "line 1"):
         with_template(folder, tmp_path, template).encode(row_of(TOOLS, "line 1"))
+
+
+@pytest.mark.parametrize("start", ["", "\ufeff", "\n  "])
+def test_rows_in_one_array_are_not_trained_as_text(tmp_path: Path, start: str) -> None:
+    """The command of the fix makes conversations of them."""
+    file = tmp_path / "al p.json"
+    file.write_text(start + json.dumps([ROWS[1], CHAT], indent=2), encoding="utf-8")
+    for source, form in ((file, "auto"), (file, "chat"), (file, "jsonl"), (tmp_path, "auto")):
+        with rejects("D038", "al p.json", "--data.format text") as caught:
+            open_datasets(DataSection(source=str(source), format=form, validation=0), 0)
+    command = caught.value.problems[0].fix.partition(", and --data.source")[0].replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True)
+    data, _ = open_datasets(DataSection(source=str(file.with_suffix(".jsonl")), seq_len=48, validation=0), 0)
+    assert "2 conversations" in data.describe()
+    as_text, _ = open_datasets(DataSection(source=str(file), format="text", seq_len=8, validation=0), 0)
+    assert "text file" in as_text.describe()
+
+
+def test_other_json_is_text(tmp_path: Path) -> None:
+    (tmp_path / "numbers.json").write_text("[1, 2, 3] " * 20)
+    data, _ = open_datasets(DataSection(source=str(tmp_path / "numbers.json"), seq_len=8, validation=0), 0)
+    assert "text file" in data.describe()
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    open_datasets(DataSection(source=str(tmp_path), seq_len=8, validation=0), 0)  # one array in a corpus

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from shoal.errors import ShoalError, nearest
-from shoal.files import open_regular, opened
+from shoal.files import open_regular, opened, read_regular
 
 _PROSE = (
     ".txt .text .md .markdown .rst .org .adoc .tex .html .htm .xml .csv .tsv .json .yaml .yml .toml .ini .cfg "
@@ -29,6 +31,10 @@ ENDINGS = {
     "parquet": PARQUET_ENDINGS,
     "images": IMAGE_ENDINGS,
 }
+
+_ARRAY_OF_OBJECTS = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
+_MOST_BEFORE_A_ROW = 4096  # bytes of white space and brackets
+_TO_LINES = "import json, sys; [print(json.dumps(row)) for row in json.load(open(sys.argv[1], 'rb'))]"
 
 CLEAR_MAJORITY = 0.9
 """The fraction of a folder's known files that must be of one kind for `data.format: auto`."""
@@ -88,6 +94,33 @@ def reject_irregular(path: Path) -> None:
 def unreadable(path: Path, error: OSError) -> ShoalError:
     """The error for an existing file that cannot be read."""
     return ShoalError(f"cannot read {path}: {error.strerror or error}", fix=f"ls -l {path}", code="D002")
+
+
+def reject_arrays(path: Path) -> None:
+    """Raise if the source is rows in one JSON array, as Alpaca's: read as text, its punctuation would be trained.
+
+    A folder is rejected if all its text is such arrays: one among other files is a part of a corpus.
+    """
+    files = files_under(path, TEXT_ENDINGS)
+    if not files or not all(map(_is_array_of_objects, files)):
+        return
+    file = files[0]
+    lines = file.with_suffix(".jsonl")
+    raise ShoalError(
+        f"{file} has its rows in one JSON array, and must have one JSON object per line",
+        fix=f'python -c "{_TO_LINES}" {shlex.quote(str(file))} > {shlex.quote(str(lines))}, and --data.source'
+        f" {shlex.quote(str(lines))}; or --data.format text, which trains on the file as it is",
+        code="D038",
+    )
+
+
+def _is_array_of_objects(file: Path) -> bool:
+    if file.suffix.lower() != ".json":
+        return False
+    try:
+        return _ARRAY_OF_OBJECTS.match(read_regular(file, _MOST_BEFORE_A_ROW)) is not None
+    except OSError as error:
+        raise unreadable(file, error) from error
 
 
 def kind_of(path: Path) -> str:

@@ -16,7 +16,7 @@ from shoal.data.sources.chat.examples import Examples
 from shoal.data.sources.chat.open import open_chat_tokenizer
 from shoal.data.sources.chat.rows import first_keys, is_chat, read_rows
 from shoal.data.sources.digest import Tokens
-from shoal.data.sources.files import existing, kind_of
+from shoal.data.sources.files import existing, kind_of, reject_arrays
 from shoal.data.sources.huggingface.stream import reject_idle_streaming, streamed_text
 from shoal.data.sources.huggingface.table import hugging_face
 from shoal.data.sources.images import ImageFolder
@@ -37,6 +37,8 @@ WORDS = ("python", "synthetic")
 """Sources that are no paths. A file of that name is `./python`."""
 TOKENIZED = ("text", "jsonl", "chat", "parquet text", "classes", "pairs")
 """Kinds of sources that `data.tokenizer` makes the tokens of."""
+BY_LINES = ("jsonl", "chat", "classes", "pairs")
+"""Formats whose rows are lines of JSON, unless they are Parquet."""
 
 
 def open_datasets(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
@@ -86,6 +88,8 @@ def source_kind(section: DataSection) -> str:
         return "text"
     path = local_path(section)
     kind = kind_of(path) if section.format == "auto" else section.format
+    if (kind == "text" and section.format == "auto") or (kind in BY_LINES and path.is_file()):
+        reject_arrays(path)
     keys = first_keys(path) if kind in ("jsonl", "parquet") and section.format == "auto" else ()
     if is_chat(keys):
         return "chat"
