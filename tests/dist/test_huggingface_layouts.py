@@ -134,6 +134,23 @@ def test_packed_positions_are_rejected(words: str) -> None:
         model(tokens, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]))
 
 
+def test_embeddings_are_rejected_where_tokens_are_divided() -> None:
+    model = huggingface.build("llama")
+    adapt(model, describe(model), Plan.parse("tp=2 sp=on").resolve(2))
+    with pytest.raises(ShoalError, match="inputs_embeds"):
+        model(inputs_embeds=torch.zeros(1, 8, model.config.hidden_size))
+
+
+def test_the_config_of_a_script_stays_its_own() -> None:
+    model = huggingface.build("gemma2")
+    config, kind = model.config, type(model)
+    adapt(model, describe(model), Plan.parse("tp=2 sp=on").resolve(2))
+    assert model.config._attn_implementation == "shoal"
+    assert config._attn_implementation != "shoal"
+    assert all(getattr(module, "config", model.config) is model.config for module in model.modules())
+    kind(config)(torch.zeros(1, 8, dtype=torch.int64))  # another model of the same config
+
+
 def test_the_model_still_generates() -> None:
     """With a cache, from samples that are padded at the start, after its attention was replaced."""
     generated = []

@@ -3,6 +3,7 @@ batch at once, or the function is rejected."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Tensor]]]] = 
     "criterion": (lambda m, b: nn.CrossEntropyLoss(ignore_index=0)(*rows(m, b)), whole),
     "smoothed": (lambda m, b: F.cross_entropy(*rows(m, b), label_smoothing=0.1), data),
     "masked": (by_mask, whole),
-    "scaled": (lambda m, b: 0.5 * F.cross_entropy(*rows(m, b)) / 3, data),
+    "scaled": (lambda m, b: 0.5 * F.cross_entropy(*rows(m, b)) / 7, data),
     "other key": (lambda m, b: F.cross_entropy(*rows(m, b)), lambda: {"x": data()["x"], "target": data()["labels"]}),
     "squares": (
         lambda m, b: F.mse_loss(
@@ -247,23 +248,41 @@ def test_losses_that_count_the_same_by_chance_are_not_trusted() -> None:
     assert kinds == {Kind.MEAN}
 
 
-def test_a_count_of_the_whole_batch_is_rejected() -> None:
+def counted() -> int:
+    return int((data()["labels"] != -100).sum())
+
+
+@pytest.mark.parametrize("divisor", [counted(), data()["labels"].numel()], ids=["counted", "all"])
+def test_a_count_of_the_whole_batch_is_rejected(divisor: int) -> None:
     """As the loss of transformers with num_items_in_batch computes it: each microbatch would be divided by it."""
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits, labels = model(batch["x"]).flatten(0, -2), batch["labels"].flatten()
-        return F.cross_entropy(logits, labels, reduction="sum") / data()["labels"].numel()
+        return F.cross_entropy(logits, labels, reduction="sum") / divisor
 
-    for plan, is_rejected in (("fp64", False), ("fp64 mb=2", True)):
+    for plan, is_rejected in (("fp64", False), ("fp64 mb=4", True), ("fp64 mb=2", True)):
         model = nn.Linear(6, CLASSES).double()
         with Run(plan, device="cpu", loss=loss) as run:
             run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
             if is_rejected:
-                with rejects("T107", "labels by a larger number"):
+                with rejects("T107", f"by {divisor}"):
                     run.step(data())
             else:  # one microbatch is the whole batch
                 expected = loss(model, data()).item()
                 assert run.step(data()).item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("divisor", "warns"), [(4, True), (3, False)])
+def test_a_mean_that_is_divided_by_the_number_of_microbatches(divisor: int, warns: bool) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(*rows(model, batch)) / divisor
+
+    model = nn.Linear(6, CLASSES).double()
+    with Run("fp64 mb=2", device="cpu", loss=loss) as run, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        run.step(data())
+    assert any("divided by 4, the number of microbatches" in str(one.message) for one in seen) is warns
 
 
 def test_parameters_outside_of_the_model_are_corrected() -> None:

@@ -189,6 +189,14 @@ def test_the_small_copy_of_verify_has_lora_too() -> None:
     assert (small.lora.rank, small.lora.adapter) == (3, None)
 
 
+def test_an_optimizer_that_was_built_before() -> None:
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shoal.lora(model, rank=2)
+    with shoal.Run() as run, rejects("T027", "before shoal.lora"):
+        run.prepare(model, optimizer)
+
+
 def test_a_second_call_is_rejected() -> None:
     with rejects("L002", "Llama"):
         shoal.lora(shoal.lora(llama()))

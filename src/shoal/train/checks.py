@@ -117,12 +117,18 @@ def reject_arguments(forward: inspect.Signature, batch: Any) -> None:
 
 def check_second(kind: str, first: object) -> Iterator[Problem]:
     """A second model, or a second optimizer."""
-    if first is not None:
-        yield Problem(
-            "T002",
-            f"this run has a {kind} already, and a run has one: it clips, scales and synchronises that one only",
-            f"one Run for each {kind}, sharing the ranks: Run(..., world=run.world); or one nn.Module around both",
-        )
+    if first is None:
+        return
+    of_parts = (
+        "one optimizer with a group for each part: torch.optim.AdamW([{'params': a, 'lr': 1e-3}, {'params': b}]); or,"
+        " for another model, a Run of its own: Run(..., world=run.world)"
+    )
+    of_models = f"one Run for each {kind}, sharing the ranks: Run(..., world=run.world); or one nn.Module around both"
+    yield Problem(
+        "T002",
+        f"this run has one {kind} already: it clips, scales and synchronises that one only",
+        of_parts if kind == "optimizer" else of_models,
+    )
 
 
 def check_wrapped(model: nn.Module) -> Iterator[Problem]:

@@ -57,6 +57,14 @@ def _reject_unknown_parameters(optimizer: Optimizer, composed: ParallelModel) ->
             fix="build it over model.parameters() of the model that prepare is given, or over run.parameters",
             code="T027",
         )
+    is_frozen = held and not any(parameter.requires_grad for parameter in held)
+    if is_frozen and any(parameter.requires_grad for parameter in own):
+        raise ShoalError(
+            "every parameter of the optimizer is frozen, and the model has others that are trained: it would never"
+            " change, as if the optimizer was built before shoal.lora",
+            fix="build it after shoal.lora, over [p for p in model.parameters() if p.requires_grad]",
+            code="T027",
+        )
     what = f"{len(others)} of {len(held)} parameters of the optimizer are not of this model"
     fix = "make them parameters of the model that prepare is given"
     if others and composed.plan.layout.world_size > 1:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Sized
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -105,6 +106,14 @@ def _prepare(engine: StepEngine, thing: Any) -> Any:
     return _prepare_scheduler(engine.state, thing)
 
 
+def _tell_of_rounding(state: RunState, model: nn.Module) -> None:
+    """Say once that weights lose precision, which the plan decides."""
+    is_rounded = state.precision.wide_dtype != torch.float64 and state.world.rank == 0
+    if is_rounded and any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+        text = "weights in float64 become float32, since the plan decides the precision: fp64 in it keeps them"
+        logging.getLogger("shoal").warning(text)
+
+
 def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
     state = engine.state
     raise_if(check_second("model", state.parallel_model))  # of two in one call
@@ -112,6 +121,7 @@ def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
     init_missing(model, state.seed)
     description = describe(model)
     rule = _label_rule(state, model, description)
+    _tell_of_rounding(state, model)
     state.fused_layers = adapt(model, description, state.plan, fused=_fuses_layers(state))
     if state.fused_layers is not None and state.world.rank == 0:
         logging.getLogger("shoal").info(state.fused_layers)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,8 @@ def adapt(model: Any, description: Description, plan: Plan | None, *, fused: boo
     """
     if getattr(model, MARK, None) is not None:
         return None
+    if plan is not None:
+        give_own_config(model)
     experts.install(model)
     divides_all = plan is not None and splits_tokens(plan, description) and not description.token_blocks
     divides = plan is None or plan.layout.cp > 1 or plan.layout.pp > 1 or divides_all
@@ -57,6 +61,16 @@ def adapt(model: Any, description: Description, plan: Plan | None, *, fused: boo
     model.register_forward_pre_hook(inputs, with_kwargs=True)
     setattr(model, MARK, True)
     return swap_layers(model, description.blocks) if is_fused else None
+
+
+def give_own_config(model: Any) -> None:
+    """Copy the config of a model, which will name other functions: a script may build another model from its own."""
+    kind = sys.modules["transformers.configuration_utils"].PreTrainedConfig
+    copied: dict[int, Any] = {}  # modules share configs and parts of them, and still do afterwards
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, kind):
+                setattr(module, name, copy.deepcopy(value, copied))
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,12 @@ class Inputs:
                 code="L016",
             )
         self._check_own_loss(model, options)
+        if self.divided_by == "sp=on" and options.get("inputs_embeds") is not None:
+            raise ShoalError(
+                "sp=on divides the tokens behind the embedding, got inputs_embeds in the batch, which come after it",
+                fix='"tp=... sp=off" in the plan (--plan.sp off)',
+                code="M152",
+            )
         options = with_positions(options)
         if self.takes_cache:
             options = {"use_cache": False, **options}

@@ -42,8 +42,8 @@ class Leaf:
     """The node that the count was read from."""
     is_nonlinear: bool = False
     """Whether it is another function of the batch than a mean or a sum, such as the root of a mean."""
-    num_labels: int | None = None
-    """Labels of torch's cross-entropy, ignored ones included; None: it is another reduction."""
+    divisor: float | None = None
+    """The Python number by which a mean is divided; None: by none, or by several."""
 
 
 def leaves_of(node: Any) -> Iterator[Leaf]:
@@ -152,10 +152,11 @@ def _leaf(node: Any, name: str, division: Any, is_scaled: bool) -> Leaf:
     if reduction == MEAN and division is not None and not is_by_number(division):
         return Leaf()
     if reduction == MEAN:
-        return Leaf(_num_counted(node, name), node=node, source=node)
+        has_one = division is not None and not isinstance(division, float)
+        divisor = float(division._saved_other) if has_one else None
+        return Leaf(_num_counted(node, name), node=node, source=node, divisor=divisor)
     count = None if isinstance(division, float) else _as_count(division._saved_other)
-    num_labels = node._saved_target.numel() if name.startswith("NllLoss") and node._saved_weight is None else None
-    return Leaf(count, node=node, source=division, num_labels=num_labels)
+    return Leaf(count, node=node, source=division)
 
 
 def is_by_number(node: Any) -> bool:
@@ -176,6 +177,14 @@ def _as_count(other: Any) -> Tensor | float | None:
     if not isinstance(other, Tensor):
         return float(other)
     return other.detach() if not other.dim() else None
+
+
+def labels_of(leaf: Leaf) -> tuple[Tensor, int] | None:
+    """How many labels a sum of torch's cross-entropy counts, and how many there are; None: it is another reduction."""
+    node = leaf.node
+    if leaf.source is node or node is None or not node.name().startswith("NllLoss") or node._saved_weight is not None:
+        return None
+    return node._saved_total_weight.detach(), node._saved_target.numel()
 
 
 def _num_counted(node: Any, name: str) -> Tensor | float:

@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.data.batch import IGNORE, length, map_tensors
 from shoal.errors import ShoalError
 from shoal.numerics.precision import wide
-from shoal.train.loss.autograd_graph import Leaf, common_count, leaves_of, root_of
+from shoal.train.loss.autograd_graph import common_count, labels_of, leaves_of, root_of
 from shoal.train.loss.call_recorder import CallRecorder
 
 
@@ -43,8 +43,10 @@ class Loss:
     """Whether the model shifts its labels; None: not checked, or not visible."""
     is_nonlinear: bool = False
     """Whether it is another function of the batch than a mean, so that parts of a batch cannot be put together."""
-    num_labels: int | None = None
-    """The number of labels, if the loss divides their sum by more: by the count of a larger batch."""
+    divisor: float | None = None
+    """The Python number by which a mean is divided."""
+    labels: tuple[Tensor, int] | None = None
+    """How many labels a sum counts that is divided by `count`, and how many there are; None: not visible."""
 
     @property
     def total(self) -> Tensor:
@@ -83,16 +85,16 @@ def read_loss(returned: Any, recorder: CallRecorder | None = None) -> Loss:
         return Loss(returned, Kind.SUM)
     count = common_count(leaves)
     is_nonlinear = any(leaf.is_nonlinear for leaf in leaves)
-    too_few = next((leaf.num_labels for leaf in leaves if _has_larger_count(leaf)), None)
-    kind = Kind.MEAN if count is None else Kind.COUNTED
-    return Loss(returned, kind, count, is_nonlinear=is_nonlinear, num_labels=too_few)
-
-
-def _has_larger_count(leaf: Leaf) -> bool:
-    """Whether a sum over labels is divided by more than there are. A divisor on a GPU is not read, which would wait."""
-    if leaf.num_labels is None or leaf.count is None or (isinstance(leaf.count, Tensor) and leaf.count.is_cuda):
-        return False
-    return float(leaf.count) > leaf.num_labels
+    labels = next((found for leaf in leaves if (found := labels_of(leaf)) is not None), None)
+    divisors = {leaf.divisor for leaf in leaves}
+    return Loss(
+        returned,
+        Kind.MEAN if count is None else Kind.COUNTED,
+        count,
+        is_nonlinear=is_nonlinear,
+        divisor=divisors.pop() if len(divisors) == 1 else None,
+        labels=labels,
+    )
 
 
 def _pair(total: Any, count: Any) -> Loss:

@@ -8,6 +8,7 @@ and before they are clipped. Where Σ c is W, as with ignored labels of -100, th
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +28,9 @@ PAIR_FIX = (
 )
 
 
-def take(step: OpenStep, loss: Tensor | Loss, number: int, *, weight: float, is_alone: bool) -> Tensor:
+def take(step: OpenStep, loss: Tensor | Loss, number: int, *, weight: float, is_alone: bool, may_wait: bool) -> Tensor:
     """The sum of a microbatch, from which its backward starts. Its count is recorded. `is_alone`: the microbatch is the
-    full global batch, and its mean is the loss."""
+    full global batch, and its mean is the loss. `may_wait`: numbers on a GPU may be read."""
     if isinstance(loss, Tensor):
         return loss
     if step.is_mean_of_means:  # the value counts as it is, and is divided by the weight later
@@ -41,13 +42,9 @@ def take(step: OpenStep, loss: Tensor | Loss, number: int, *, weight: float, is_
             fix="return the mean itself, such as F.mse_loss(...) without .sqrt(); or one rank and no mb=",
             code="T041",
         )
-    if loss.num_labels is not None and not is_alone:
-        raise ShoalError(
-            f"the loss function divides a sum over {loss.num_labels} labels by a larger number, the count of another"
-            " batch than its microbatch: gradients would be divided twice",
-            fix=f"a loss without a count from outside, such as num_items_in_batch; or {PAIR_FIX}",
-            code="T107",
-        )
+    if not is_alone:
+        _reject_foreign_count(loss, may_wait=may_wait)
+        _warn_of_divided_mean(loss, len(step.microbatches))
     step.kinds.add(loss.kind)
     if loss.is_shifted is not None:
         step.seen_shifted.append(loss.is_shifted)
@@ -64,6 +61,34 @@ def take(step: OpenStep, loss: Tensor | Loss, number: int, *, weight: float, is_
             code="T016",
         )
     return total * 0.0 if is_stand_in else total
+
+
+def _reject_foreign_count(loss: Loss, *, may_wait: bool) -> None:
+    """Raise if a sum over labels is divided by more than it counts: by the count of a larger batch."""
+    if loss.labels is None or loss.count is None:
+        return
+    counted, num_labels = loss.labels
+    is_on_host = counted.device.type == "cpu" and not (isinstance(loss.count, Tensor) and loss.count.is_cuda)
+    if not (is_on_host or may_wait) or counted.is_meta:
+        return
+    divisor = float(loss.count)
+    if divisor > float(counted) and divisor != num_labels:  # the mean over all labels is one of this microbatch, too
+        raise ShoalError(
+            f"the loss function divides a sum over {float(counted):g} labels by {divisor:g}, as if that was the count"
+            " of another batch than its microbatch: gradients would be divided twice",
+            fix=f"a loss without a count from outside, such as num_items_in_batch; or {PAIR_FIX}",
+            code="T107",
+        )
+
+
+def _warn_of_divided_mean(loss: Loss, num_microbatches: int) -> None:
+    """Warn of a loss that is divided by the number of microbatches, as a loop without shoal has to do."""
+    if num_microbatches > 1 and loss.divisor == num_microbatches:
+        warnings.warn(
+            f"the loss is divided by {num_microbatches}, the number of microbatches, by which shoal divides it, too:"
+            f" gradients would be {num_microbatches} times too small. Leave the division out",
+            stacklevel=6,
+        )
 
 
 def is_deferred(kind: Kind | None, *, is_alone: bool) -> bool:

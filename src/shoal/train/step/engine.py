@@ -131,7 +131,8 @@ class StepEngine:
             step.kinds.add(loss.kind)
         total, is_alone = self.loss.total_weight(step), self.loss.is_alone(step)
         weight = total if is_alone else step.weight  # a mean that is alone is the loss, whatever its data weighs
-        loss_sum = take(step, loss, max(step.index, 0), weight=weight, is_alone=is_alone)
+        may_wait = self.state.report is None  # of the first step
+        loss_sum = take(step, loss, max(step.index, 0), weight=weight, is_alone=is_alone, may_wait=may_wait)
         step.sums.append(loss_sum.detach() / total)
         is_counted = step.signals_with_loss is not None and not step.kinds
         if is_counted and step.index == len(step.microbatches) - 1 and step.message is None:
@@ -151,7 +152,9 @@ class StepEngine:
             self._seed(state.steps_done, place(number))  # a loss that draws, draws what it drew for the call
             returned = loss_of_output(state.objective, output, step.microbatches[number], weight)
             is_alone = self.loss.is_alone(step)
-            loss_sum = take(step, returned, number, weight=total if is_alone else weight, is_alone=is_alone)
+            weight = total if is_alone else weight
+            may_wait = state.report is None
+            loss_sum = take(step, returned, number, weight=weight, is_alone=is_alone, may_wait=may_wait)
             step.sums.append(loss_sum.detach() / total)
             return loss_sum * self.loss.factor(step, number)
 
