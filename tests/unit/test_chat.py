@@ -115,6 +115,11 @@ def test_several_answers_and_a_long_one(tmp_path: Path) -> None:
         ("D070", {"instruction": "a", "output": "b", "history": [["q"]]}, "pairs"),
         ("D070", {**CHAT, "tools": "no"}, "tools"),
         ("D071", {"messages": [{"role": "assistant", "content": "x", "weight": 0}]}, "answer"),
+        (
+            "D071",
+            {"messages": [{"role": "human", "content": "x"}, {"role": "gpt", "content": "y"}]},
+            "roles human, gpt",
+        ),
         ("D101", {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "0.5"),
         ("D101", {"messages": [{"role": "user", "content": "x", "weight": 1}]}, "'user'"),
         ("D100", {**CHAT, "tools": [{"name": "f"}]}, "'tools'"),
@@ -304,3 +309,9 @@ def test_other_json_is_text(tmp_path: Path) -> None:
     assert "text file" in data.describe()
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
     open_datasets(DataSection(source=str(tmp_path), seq_len=8, validation=0), 0)  # one array in a corpus
+
+
+def test_rows_of_sharegpt_name_messages(tmp_path: Path) -> None:
+    row = {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]}
+    with rejects("D018", 'fix: lines such as {"messages"', '"role"', '"content"'):
+        open_datasets(DataSection(source=written(tmp_path, row), validation=0), 0)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.data.sources.chat.turns import KINDS
+from shoal.data.sources.chat.turns import FIX, KINDS
 from shoal.data.sources.files import JSONL_ENDINGS, TEXT_ENDINGS, files_under, megabytes, read_bytes
 from shoal.errors import ShoalError, nearest
 
@@ -93,6 +93,8 @@ def _without_text(row: dict[str, object], field: str, where: str) -> ShoalError:
     misspelt = {key: meant for key in row if (meant := nearest(key, sorted(set().union(*KINDS))))}
     fixes = [f"--data.text_field {nearest(field, keys) or next(iter(keys), 'KEY')}"] if keys else []
     fixes += [f"the key {meant!r} instead of {key!r}" for key, meant in misspelt.items() if key != meant]
+    if isinstance(row.get("conversations"), list):  # of ShareGPT
+        fixes = [f"{FIX} in place of conversations with from and value"]
     return ShoalError(
         f"{where} has no key {field!r}; its text keys are: {', '.join(keys) or 'none'}",
         fix=", or ".join(fixes) or 'lines such as {"text": "..."}',

@@ -28,6 +28,8 @@ UNREAD_OF_ROW = (
 EMPTY: tuple[object, ...] = (None, "", [], {})
 KEYS = {"input", "system", "history", "tools", *UNREAD_OF_ROW}.union(*KINDS)
 """All keys that are looked at."""
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles that chat templates know. Messages of the assistant are trained; a template may have others."""
 SHOWN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Keys of a message that are a part of what it says, beside its content."""
 UNREAD_OF_MESSAGE = ("loss", "loss_mask", "train", "training", "train_on_turn", "train_detail", "images", "audio")
@@ -72,8 +74,16 @@ def row_of(found: Any, where: str) -> Row:
     _reject_unread(found, where)
     turns = tuple(_with_system(found, tuple(_turns(found, where)), where))
     if not any(turn.is_trained for turn in turns):
-        raise ShoalError(f"{where} must have an answer to train on, got none", fix=FIX, code="D071")
+        raise _without_answer(turns, where)
     return Row(turns, _tools(found, where), where)
+
+
+def _without_answer(turns: tuple[Turn, ...], where: str) -> ShoalError:
+    """The error of a row with nothing to train: without an answer, or with answers of a role of another name."""
+    unknown = list(dict.fromkeys(turn.role for turn in turns if turn.role and turn.role not in ROLES))
+    others = f"; it has the roles {', '.join(unknown)}, and known are {', '.join(ROLES)}" if unknown else ""
+    fix = '"role": "user" for questions and "role": "assistant" for answers' if unknown else FIX
+    return ShoalError(f"{where} must have an answer to train on, got none{others}", fix=fix, code="D071")
 
 
 def _reject_unread(row: Mapping[str, Any], where: str) -> None:
