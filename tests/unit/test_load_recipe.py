@@ -162,7 +162,10 @@ def test_a_file_that_is_no_recipe_is_rejected(tmp_path: Path, text: str, code: s
         ("run: {duration: 1e400step}", "R016", "1e400step"),
         ("run: {seed: 1, seed: 2}", "R021", "duplicate key 'seed'"),
         ("launch: {timeout: 1e14}", "R013", "less than or equal"),
-        ("save_steps: 100", "R011", "checkpoint.every"),
+        ("save_steps: 500", "R011", "--checkpoint.every 500step"),
+        ("run: {num_train_epochs: 3}", "R011", "--run.duration 3epoch"),
+        ("run: {epochs: 3}", "R011", "--run.duration 3epoch"),
+        ("data: {per_device_batch_size: 4}", "R011", "--plan.mb 4"),
         (
             "run: {recompute_swiglu: perhaps}",
             "R012",

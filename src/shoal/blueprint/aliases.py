@@ -19,6 +19,7 @@ OTHER_SYSTEMS = {
     "global_batch_size": "data.global_batch",
     "batch_size": "data.global_batch",
     "per_device_train_batch_size": "plan.mb",
+    "per_device_batch_size": "plan.mb",
     "micro_batch_size": "plan.mb",
     "gradient_accumulation_steps": "plan.mb (data.global_batch / ranks / mb microbatches are accumulated)",
     "mixed_precision": "plan.precision",
@@ -32,17 +33,12 @@ OTHER_SYSTEMS = {
     "init_from": "run.start_from",
     "pretrained": "run.start_from",
     "load_from": "run.start_from",
-    "save_steps": "checkpoint.every (100step)",
-    "save_interval": "checkpoint.every (100step)",
-    "save_every": "checkpoint.every (100step)",
     "save_total_limit": "checkpoint.keep",
     "save_dir": "checkpoint.dir",
     "checkpoint_dir": "checkpoint.dir",
     "max_restarts": "launch.max_restarts",
     "max_steps": "run.duration",
     "max_duration": "run.duration",
-    "num_train_epochs": "run.duration (2epoch)",
-    "epochs": "run.duration (2epoch)",
     "steps": "run.duration",
     "output_dir": "run.dir",
     "report_to": "run.trackers",
@@ -57,7 +53,10 @@ OTHER_SYSTEMS = {
     "data_parallel_shard_degree": "plan.dp_shard",
     "data_parallel_replicate_degree": "plan.dp_replicate",
 }
-"""Keys of other systems' settings → keys of a recipe."""
+"""Keys of other systems' settings → keys of a recipe.
+
+Those whose value needs a unit, such as epochs, are in `config/flag_aliases.py` alone, which keeps a typed value.
+"""
 
 OTHER_SECTIONS = {
     "compile": "--run.compile true",

@@ -78,7 +78,10 @@ _INSTEAD = {
     "--plan.mb 4  # samples of a microbatch: data.global_batch / ranks / mb of them are accumulated": (
         "gradient_accumulation_steps accumulate_grad_batches"
     ),
-    "--plan.mb {4}": "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu local_batch_size",
+    "--plan.mb {4}": (
+        "per_device_train_batch_size per_device_batch_size micro_batch_size train_micro_batch_size_per_gpu "
+        "local_batch_size"
+    ),
     "--data.global_batch {32}": "train_batch_size global_batch_size batch_size batch",
     "--data.seq_len {256}": "seq_len seq_length max_length max_seq_length block_size",
     "--optim.lr {3e-4}": "learning_rate lr",
