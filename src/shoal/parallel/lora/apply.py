@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections import Counter
@@ -102,10 +103,10 @@ def _chosen(model: nn.Module, layers: dict[str, Any], targets: str | Sequence[st
     else:
         unknown = [target for target in targets if not any(_ends_with(name, target) for name in layers)]
         if unknown:
-            raise _without_target(model, unknown[0], layers)
+            raise _without_target(model, unknown, layers, targets)
         found = {name: layer for name, layer in layers.items() if any(_ends_with(name, one) for one in targets)}
     if not found:
-        raise _without_target(model, str(targets), layers)
+        raise _without_target(model, [str(targets)], layers)
     for name, layer in found.items():
         if name == head or layer is head:
             raise ShoalError(
@@ -171,14 +172,20 @@ def _ends_with(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _without_target(model: nn.Module, target: str, layers: dict[str, Any]) -> ShoalError:
+def _without_target(
+    model: nn.Module, unknown: Sequence[str], layers: dict[str, Any], targets: Sequence[str] = ()
+) -> ShoalError:
+    """The error of targets that name no layer. The fix keeps the others of the list."""
     head = _head_of(model)
     known = list(dict.fromkeys(_last(name) for name, one in layers.items() if name != head and one is not head))
     some = ", ".join(known[:8]) or "none"
-    what = f"LoRA targets must name linear layers of the model ({some}), got {target!r}"
+    what = f"LoRA targets must name linear layers of the model ({some}), got {unknown[0]!r}"
     fix = "train the whole model, without shoal.lora (without --model.lora)"
-    if near := nearest(target, known) or next(iter(known), None):
-        fix = f'targets=["{near}"]' + ', or targets="all-linear"' * (target != ALL_LINEAR)
+    meant = {one: nearest(one, known) for one in unknown}
+    kept = list(dict.fromkeys(name for one in targets or unknown if (name := meant.get(one, one)))) or known[:1]
+    if known:
+        fix = f"targets={json.dumps(kept)} (--model.lora.targets '[{', '.join(kept)}]')"
+        fix += ', or targets="all-linear"' * (unknown[0] != ALL_LINEAR)
     return ShoalError(what, fix=fix, code="L003")
 
 
