@@ -46,6 +46,12 @@ CASES = {
         "--device must be auto, cpu or cuda",
         "--device auto",
     ),
+    "a format in short": (
+        "checkpoint export run out --format hf",
+        "R053",
+        "--format must be safetensors, huggingface",
+        "--format huggingface",
+    ),
     "folders that are missing": (
         "checkpoint diff",
         "R054",

@@ -6,6 +6,7 @@ wrong one, without a code and without JSON, and takes 0.15 s.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from types import NoneType
@@ -75,7 +76,15 @@ class _Option:
     def check(self, value: str) -> Iterator[Problem]:
         """The value must be of the option's type."""
         if (rule := self._rule(value)) is not None and value != "None":
-            yield Problem("R053", f"{self.flag} must be {rule}, got {value[:80]!r}", f"{self.flag} {self.usual}")
+            yield Problem(
+                "R053", f"{self.flag} must be {rule}, got {value[:80]!r}", f"{self.flag} {self._meant(value)}"
+            )
+
+    def _meant(self, value: str) -> str:
+        """The choice that a value is short for, such as huggingface for hf; else a usual value."""
+        choices = [str(each) for kind in self.kinds if get_origin(kind) is Literal for each in get_args(kind)]
+        letters = re.compile(".*".join(map(re.escape, value.lower()))) if value else None
+        return next((each for each in choices if letters and letters.match(each)), self.usual)
 
     def _rule(self, value: str) -> str | None:
         """The rule that a value breaks; None: it is valid."""
