@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -227,6 +228,12 @@ def check_task(model: nn.Module, data: Dataset) -> Iterator[Problem]:
     if task is None:
         what = f"a recipe trains models that predict {_TASKS}, and {kind} has another task, or sees later tokens"
         fix = "a loop of your own with shoal.Run and shoal.verify, which take every model (docs/huggingface.md)"
+        if sibling := _with_head(model):
+            what += f": {kind} has no head, and {sibling} has one"
+            fix = (
+                "transformers.AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(FOLDER), with the NAME or"
+                f" folder that the weights came from; or {fix}"
+            )
         yield Problem("M079", what, fix)
     elif task != data.task:
         what = f"{kind} predicts {_SAID[task]}, and the labels of the data are of {_SAID[data.task]}"
@@ -235,6 +242,17 @@ def check_task(model: nn.Module, data: Dataset) -> Iterator[Problem]:
         yield from adapter_of(model).check_data(model, data)  # type: ignore[union-attr]
 
 
+def _with_head(model: nn.Module) -> str | None:
+    """The class that predicts the next token, of a base model of transformers, which has no head. An encoder has none
+    that a recipe could train: its kind is that with a masked language model beside it."""
+    module, kind = sys.modules.get(type(model).__module__), type(model).__name__
+    stem = kind.removesuffix("Model")
+    if stem == kind or hasattr(module, f"{stem}ForMaskedLM"):
+        return None
+    return next((name for ending in _HEADS if hasattr(module, name := stem + ending)), None)
+
+
+_HEADS = ("ForCausalLM", "LMHeadModel")
 _SAID: dict[Task, str] = {
     "next token": "the next token",
     "text class": "a class of a text",
@@ -254,7 +272,9 @@ def check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
             f"the model must have at least {vocabulary} outputs for the labels of the data, got {outputs}",
             f"--model.vocabulary {vocabulary} (--model.num_classes {vocabulary} of a classifier), or other data"
             if adapter_of(model) is None
-            else "--data.tokenizer PATH/tokenizer.json of this model; tokens in .bin files must come from it too",
+            else "--data.tokenizer PATH/tokenizer.json of this model; tokens in .bin files must come from it too;"
+            f" or model.resize_token_embeddings({vocabulary}) and model.save_pretrained(FOLDER) for a tokenizer with"
+            " added tokens",
         )
     tokens, most = data.tokens_per_sample, description.max_tokens
     if tokens is not None and most is not None and tokens > most:
