@@ -13,6 +13,9 @@ from shoal.errors import ShoalError
 
 IGNORE = -100  # a label that the loss ignores; torch's own default
 
+_OF_TOKENS = ("tokens", "input_ids", "labels", "attention_mask", "token_type_ids", "position_ids")
+"""Names under which models and losses read one tensor. Under others, a list of tensors may be what a model takes."""
+
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     """Apply a function to every tensor of a nested batch; other values stay as they are."""
@@ -36,15 +39,35 @@ def length(batch: Any) -> int:
             lengths.add(tensor.shape[0])
         return tensor
 
+    _reject_lists(batch)
     map_tensors(note, batch)
     if len(lengths) != 1:
         found = f"tensors of lengths {sorted(lengths)}" if lengths else f"no tensor in a {type(batch).__name__}"
         raise ShoalError(
             f"all tensors of a batch must have the same first dimension, got {found}",
-            fix="use the first dimension of every tensor for the samples",
+            fix="use the first dimension of every tensor for the samples"
+            if lengths
+            else "torch.tensor(values) for each list of numbers, samples first",
             code="D024",
         )
     return lengths.pop()
+
+
+def _reject_lists(batch: Any) -> None:
+    """Raise for a list in place of a tensor, as PyTorch's DataLoader makes it of rows that are lists: one tensor per
+    position, each with a value of all samples. Labels may be a list for a loss of the script's own: of tensors, as for
+    several heads, or of mappings, as of detectors."""
+    if not isinstance(batch, Mapping):
+        return
+    for name in _OF_TOKENS:
+        kinds = (int, float, list) if name == "labels" else (int, float, list, Tensor)
+        if isinstance(found := batch.get(name), list) and found and isinstance(found[0], kinds):
+            raise ShoalError(
+                f"{name!r} of a batch must be one tensor, got a list of {len(found)} ({type(found[0]).__name__})",
+                fix='dataset.with_format("torch") for a dataset of datasets; or torch.tensor(values) in the dataset'
+                " or in collate_fn",
+                code="D024",
+            )
 
 
 def rows(batch: Any, start: int, stop: int) -> Any:
