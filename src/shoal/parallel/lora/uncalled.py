@@ -17,19 +17,7 @@ from torch import nn
 
 OF_TORCH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """Modules of torch that may read the weights of their layers without calling them."""
-_FACTS = {
-    "dtype",
-    "device",
-    "shape",
-    "size",
-    "dim",
-    "ndim",
-    "numel",
-    "element_size",
-    "is_meta",
-    "requires_grad",
-    "data",
-}
+_FACTS = {"dtype", "device", "shape", "size", "dim", "ndim", "numel", "element_size", "is_meta", "requires_grad"}
 _ASKING = {"isinstance", "hasattr", "getattr", "id"}
 _BEFORE = ("init", "reset", "tie", "resize", "set_", "get_output", "get_input", "repr")
 """In the name of a function that is no part of a forward."""

@@ -236,7 +236,7 @@ def check_task(model: nn.Module, data: Dataset) -> Iterator[Problem]:
             )
         yield Problem("M079", what, fix)
     elif task != data.task:
-        what = f"{kind} predicts {_SAID[task]}, and the labels of the data are of {_SAID[data.task]}"
+        what = f"{kind} predicts {_TASK_NAMES[task]}, and the labels of the data are of {_TASK_NAMES[data.task]}"
         yield Problem("M083", what, FLAGS[task])
     else:
         yield from adapter_of(model).check_data(model, data)  # type: ignore[union-attr]
@@ -253,13 +253,13 @@ def _with_head(model: nn.Module) -> str | None:
 
 
 _HEADS = ("ForCausalLM", "LMHeadModel")
-_SAID: dict[Task, str] = {
+_TASK_NAMES: dict[Task, str] = {
     "next token": "the next token",
     "text class": "a class of a text",
     "target text": "another text",
     "image class": "a class of an image",
 }
-_TASKS = listed(_SAID.values())
+_TASKS = listed(_TASK_NAMES.values())
 
 
 def check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
