@@ -1,6 +1,6 @@
 """Does a run on one GPU take the memory and the time that the planner predicts?
 
-python benchmarks/planner/gpu.py [--cluster cluster.yaml] [--steps 8] [--cases 0 5] [--dry]
+python benchmarks/planner/gpu.py [--cluster cluster.yaml] [--steps 8] [--set new] [--cases 0 5] [--dry]
 python benchmarks/planner/gpu.py --recorded benchmarks/results/planner_nvidia-h200_2026-11-15.md   predict again
 
 First the machine is measured (`shoal calibrate`), then all is predicted and written to the result, and then every case
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
@@ -39,6 +39,7 @@ from shoal.config.recipe import OptimSection
 from shoal.models.llama import Llama, LlamaConfig
 from shoal.models.moe import Moe, MoeConfig
 from shoal.numerics.optim.build import build_optimizer
+from shoal.parallel.lora.apply import lora
 from shoal.planner.task import Task
 from shoal.predict.cluster import Cluster
 from shoal.predict.cluster_parser import cluster_from_yaml, parse_cluster
@@ -73,6 +74,21 @@ MODELS: dict[str, LlamaConfig] = {
         hidden=2048, num_layers=24, num_heads=16, num_kv_heads=4, vocabulary=32768, num_experts=16, top_k=2,
         expert_ffn=2048, max_sequence=LONGEST,
     ),
+    "0.7 B": LlamaConfig(
+        hidden=1536, num_layers=20, num_heads=12, num_kv_heads=4, ffn=4096, vocabulary=65536, max_sequence=LONGEST
+    ),
+    "4.0 B": LlamaConfig(
+        hidden=2560, num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, ffn=9728, vocabulary=151936,
+        max_sequence=LONGEST,
+    ),
+    "2.7 B, 64 experts": MoeConfig(
+        hidden=1536, num_layers=12, num_heads=12, num_kv_heads=4, vocabulary=65536, num_experts=64, top_k=8,
+        expert_ffn=704, max_sequence=LONGEST,
+    ),
+    "1.7 B, 32 experts": MoeConfig(
+        hidden=1024, num_layers=16, num_heads=16, num_kv_heads=8, vocabulary=50304, num_experts=32, top_k=4,
+        expert_ffn=1024, max_sequence=LONGEST,
+    ),
     "tiny": LlamaConfig(),
     "tiny, 8 experts": MoeConfig(),
 }  # fmt: skip
@@ -91,11 +107,15 @@ class Case:
     microbatches: int = 1
     """Of a step."""
     precision: str = "bf16"
+    lora: int = 0
+    """Rank of the adapters. 0: all is trained."""
+    offload: str = "none"
 
     @property
     def words(self) -> str:
         """Its plan."""
-        return f"mb={self.mb} {self.precision} recompute={self.recompute}"
+        offload = "" if self.offload == "none" else f" offload={self.offload}"
+        return f"mb={self.mb} {self.precision} recompute={self.recompute}{offload}"
 
     @property
     def batch(self) -> int:
@@ -104,33 +124,57 @@ class Case:
 
     def __str__(self) -> str:
         times = f"{self.microbatches} x " if self.microbatches > 1 else ""
-        return f"{self.model}, {times}{self.mb} x {self.sequence:,}, {self.recompute}, {self.states} states"
+        said = f"{self.model}, {times}{self.mb} x {self.sequence:,}, {self.recompute}, {self.states} states"
+        said += f", {self.precision}" * (self.precision != "bf16") + f", LoRA of rank {self.lora}" * (self.lora > 0)
+        return said + f", offload={self.offload}" * (self.offload != "none")
 
 
-CASES = (
-    Case("1.1 B", 8, 4096),
-    Case("1.1 B", 2, 16384, "selective"),
-    Case("1.5 B", 4, 1024),
-    Case("1.5 B", 32, 1024),
-    Case("1.5 B", 8, 4096),
-    Case("1.5 B", 8, 4096, states="bf16"),
-    Case("1.5 B", 16, 4096, "full"),
-    Case("1.5 B", 1, 32768),
-    Case("1.5 B", 1, 32768, "selective", "bf16"),
-    Case("1.5 B", 1, 32768, "full"),
-    Case("1.5 B", 2, 4096, microbatches=4),
-    Case("2.8 B", 4, 4096),
-    Case("2.8 B", 4, 8192, "full", "bf16"),
-    Case("3.6 B", 4, 4096),
-    Case("3.6 B", 2, 8192, "selective", "bf16"),
-    Case("3.6 B", 1, 2048),
-    Case("8.0 B", 2, 4096, states="bf16"),
-    Case("8.0 B", 1, 8192, "selective", "bf16"),
-    Case("8.0 B", 4, 4096, "full", "bf16"),
-    Case("8.0 B", 1, 4096, "full", "fp32"),
-    Case("5.2 B, 16 experts", 2, 4096),
-    Case("5.2 B, 16 experts", 4, 4096, "full", "bf16"),
-)
+SETS: dict[str, tuple[Case, ...]] = {
+    "first": (
+        Case("1.1 B", 8, 4096),
+        Case("1.1 B", 2, 16384, "selective"),
+        Case("1.5 B", 4, 1024),
+        Case("1.5 B", 32, 1024),
+        Case("1.5 B", 8, 4096),
+        Case("1.5 B", 8, 4096, states="bf16"),
+        Case("1.5 B", 16, 4096, "full"),
+        Case("1.5 B", 1, 32768),
+        Case("1.5 B", 1, 32768, "selective", "bf16"),
+        Case("1.5 B", 1, 32768, "full"),
+        Case("1.5 B", 2, 4096, microbatches=4),
+        Case("2.8 B", 4, 4096),
+        Case("2.8 B", 4, 8192, "full", "bf16"),
+        Case("3.6 B", 4, 4096),
+        Case("3.6 B", 2, 8192, "selective", "bf16"),
+        Case("3.6 B", 1, 2048),
+        Case("8.0 B", 2, 4096, states="bf16"),
+        Case("8.0 B", 1, 8192, "selective", "bf16"),
+        Case("8.0 B", 4, 4096, "full", "bf16"),
+        Case("8.0 B", 1, 4096, "full", "fp32"),
+        Case("5.2 B, 16 experts", 2, 4096),
+        Case("5.2 B, 16 experts", 4, 4096, "full", "bf16"),
+    ),
+    "fit": (  # seen while the planner was mended
+        Case("0.7 B", 16, 2048),
+        Case("4.0 B", 2, 4096),
+        Case("1.1 B", 4, 8192),
+        Case("3.6 B", 2, 4096),
+        Case("4.0 B", 4, 4096, "full"),
+        Case("0.7 B", 8, 4096, "selective"),
+        Case("1.5 B", 8, 4096, precision="fp8"),
+        Case("4.0 B", 4, 4096, "full", "bf16", precision="fp8"),
+        Case("8.0 B", 2, 4096, states="bf16", precision="fp8"),
+        Case("2.7 B, 64 experts", 4, 4096),
+        Case("1.7 B, 32 experts", 8, 2048),
+        Case("5.2 B, 16 experts", 4, 2048),
+        Case("8.0 B", 2, 4096, lora=16),
+        Case("3.6 B", 8, 2048, lora=8),
+        Case("1.5 B", 8, 4096, "full", lora=64),
+        Case("8.0 B", 2, 4096, "full", offload="optimizer"),
+        Case("3.6 B", 8, 4096, "full", offload="optimizer"),
+    ),
+    "new": (),
+}
 
 
 # ---- on paper -------------------------------------------------------------------------------------------------------
@@ -143,7 +187,7 @@ def workload(config: LlamaConfig) -> Workload:
         sparse = {"experts": config.num_experts, "top_k": config.top_k, "expert_ffn": config.expert_ffn}
     return Workload(
         name="llama", hidden=config.hidden, layers=config.num_layers, heads=config.num_heads,
-        kv_heads=config.num_kv_heads, ffn=config.ffn, vocabulary=config.vocabulary, **sparse,
+        kv_heads=config.num_kv_heads, ffn=config.ffn, vocabulary=config.vocabulary, head_dim=config.head_dim or 0, **sparse,
     )  # fmt: skip
 
 
@@ -164,12 +208,7 @@ def trained(case: Case) -> Iterator[Callable[[], float]]:
     """A run, as a function that takes a step of it and returns its seconds."""
     config = MODELS[case.model]
     with Run(case.words, compile=True) as run:
-        with torch.device(run.device):
-            model = Moe(config) if isinstance(config, MoeConfig) else Llama(config)
-        generator = torch.Generator(run.device).manual_seed(0)
-        for name, parameter in model.named_parameters():  # on the device, where it takes no time
-            model.init_parameter(name, parameter.data, generator)
-        run.prepare(model)
+        run.prepare(built(config, case.lora, run.device))
         run.prepare(build_optimizer(run.parameters, OptimSection(state_dtype=case.states), lr=1e-4))  # type: ignore[arg-type]
 
         def step() -> float:
@@ -182,6 +221,16 @@ def trained(case: Case) -> Iterator[Callable[[], float]]:
             return time.perf_counter() - began
 
         yield step
+
+
+def built(config: LlamaConfig, rank: int, device: torch.device) -> nn.Module:
+    """The model with random weights, drawn on the device, where that takes no time."""
+    with torch.device(device):
+        model = Moe(config) if isinstance(config, MoeConfig) else Llama(config)
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        model.init_parameter(name, parameter.data, generator)
+    return lora(model, rank=rank) if rank else model
 
 
 def pinned(x: Tensor) -> Tensor:
@@ -370,7 +419,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cluster", help="what `shoal calibrate` has written, or a preset; without it, measured now")
     parser.add_argument("--keep", type=Path, help="a YAML file to keep what was measured in")
-    parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)), help="numbers of cases, from 0")
+    parser.add_argument("--set", choices=SETS, default="first", help="which cases")
+    parser.add_argument("--cases", type=int, nargs="+", help="numbers of cases of that set, from 0")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--dry", action="store_true", help="predict only")
     parser.add_argument("--recorded", type=Path, help="an earlier result: predict only, beside what it measured")
@@ -380,7 +430,8 @@ def main() -> None:
         sys.stdin.readline()
         print(json.dumps(one(Case(**json.loads(args.one)), args.steps)))
         return
-    cases = [CASES[number] for number in args.cases]
+    known = SETS[args.set]
+    cases = [known[number] for number in (args.cases or range(len(known)))]
     if args.recorded:
         measured = recorded(args.recorded)
         papers = [predicted(case, parse_cluster(args.cluster or "h200:1")) for case in cases]
