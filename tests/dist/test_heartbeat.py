@@ -25,8 +25,9 @@ from tests.cover import wide
 def count(place: Placement, store: dist.Store) -> dict[str, object]:
     """What the recorder holds after two collectives, three messages, and while a collective is pending."""
     with World.start(place, device="cpu", store=store, timeout=30, threads=1) as world:
+        # For rank 0 a placeholder: torch's number of the next group is another one than in its name.
+        world.new_group([1], timeout=timedelta(seconds=30))
         group = world.new_group([0, 1], timeout=timedelta(seconds=30), group_desc="dp")
-        world.new_group([1], timeout=timedelta(seconds=30))  # for rank 0 a placeholder
         dist.all_reduce(torch.ones(3), group=group)
         for _ in range(3):
             if place.rank == 0:
@@ -114,6 +115,28 @@ def test_a_rank_that_hangs_is_named_and_ended(how: str, code: str, text: str) ->
     assert f"[{code}]" in said
     assert any(f"{name} (" in said for name in ("act", "all_reduce", "hang")), said  # the stack: it may have left `act`
     assert caught.value.may_pass == (how != "shape")
+
+
+def hang_in_a_pair(place: Placement, store: dist.Store) -> None:
+    """Four ranks in pairs, as dp=2 and tp=2 are; rank 1 hangs before a collective of the second pair that it is in."""
+    with World.start(place, device="cpu", store=store, timeout=60, threads=1) as world:
+        half = timedelta(seconds=30)
+        dp = [world.new_group(ranks, timeout=half, group_desc="dp") for ranks in ([0, 2], [1, 3])]
+        tp = [world.new_group(ranks, timeout=half, group_desc="tp") for ranks in ([0, 1], [2, 3])]
+        for step in range(1, 40):
+            with begin_step(step):
+                time.sleep(0.01)
+                dist.all_reduce(torch.ones(100), group=dp[place.rank % 2])
+                if step == 20 and place.rank == 1:
+                    act("sleep")
+                dist.all_reduce(torch.ones(50), group=tp[place.rank // 2])
+
+
+def test_torchs_numbers_of_groups_are_not_taken_for_their_names() -> None:
+    """They differ from rank to rank, and with them rank 0 would seem to be elsewhere than where it waits."""
+    with pytest.raises(RunFailed) as caught:
+        launch(hang_in_a_pair, nproc=4)
+    assert str(caught.value).startswith("rank 1 of 4 never entered all_reduce #20 of tp (float32[50])"), caught.value
 
 
 def be_late(place: Placement, store: dist.Store) -> float:

@@ -17,13 +17,15 @@ recorder at this moment crashes the process (torch 2.13: seen in one of 700 star
 
 A group of `cpu:gloo,cuda:nccl` has two backends, and each numbers its own collectives from 1. So a channel is a backend
 and a group, `nccl/0`.
+
+The status of groups in a dump has torch's numbers of them, not their names. A process numbers only the groups that it
+is in, and goes on counting when they are destroyed. Only entries have both, so the names are learnt from those.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,14 +46,16 @@ Counters = dict[str, tuple[int, int]]
 """Channel → number of its last entered and of its last completed collective, from 1."""
 
 
-_begin = 0
-"""Nanoseconds on the clock of the recorder: what was entered before is of groups that are gone."""
+_names: dict[tuple[str, str], str] = {}
+"""Backend and the recorder's number of a group → the group's name."""
+_gone: set[tuple[str, str]] = set()
+"""Backends and numbers of groups that are gone. No number is used twice."""
 
 
 def forget() -> None:
-    """Leave out all that was entered before now. Later groups have the names of those that are gone."""
-    global _begin
-    _begin = time.time_ns()
+    """Leave out all groups that have been used until now. Later groups have the names of those that are gone."""
+    for backend, dumped in _dumps(with_entries=False):
+        _gone.update((backend, number) for number in dumped.get("pg_status", {}))
 
 
 def limit_ring() -> None:
@@ -61,17 +65,19 @@ def limit_ring() -> None:
 
 def entered(messages: Mapping[tuple[str, str], int]) -> dict[str, int]:
     """Channel → number of its last entered collective, from the groups themselves. Safe at any time."""
-    found: dict[str, int] = {}
+    return {channel: number for channel, number, _ in _used(messages)}
+
+
+def _used(messages: Mapping[tuple[str, str], int]) -> Iterator[tuple[str, int, int]]:
+    """Channels that have been used, each with the number of its last collective, and with its messages."""
     for group in _groups():
         for backend in _DUMPS:
             if devices := _devices(group, backend):
                 number = group._get_backend(torch.device(devices[0]))._get_sequence_number_for_group()
-                sent = (
-                    sum(messages.get((group.group_name, device), 0) for device in devices) if backend == "gloo" else 0
-                )
-                if number - sent > 0:
-                    found[f"{backend}/{group.group_name}"] = number - sent
-    return found
+                sent = sum(messages.get((group.group_name, device), 0) for device in devices)
+                number -= sent if backend == "gloo" else 0
+                if number > 0:
+                    yield f"{backend}/{group.group_name}", number, sent
 
 
 def counters(messages: Mapping[tuple[str, str], int]) -> Counters:
@@ -79,26 +85,34 @@ def counters(messages: Mapping[tuple[str, str], int]) -> Counters:
 
     The number of pending collectives is not exact: it is 0, or at least 1. The tickets have it.
     """
-    found: Counters = {}
-    known = {group.group_name: group for group in _groups()}
-    for backend, dumped in _dumps(with_entries=False):
-        for name, status in dumped.get("pg_status", {}).items():
-            entered, completed = (int(status[f"last_{kind}_collective"]) for kind in ("enqueued", "completed"))
-            is_pending = entered > completed
-            if devices := _devices(known.get(name), backend):
-                sent = sum(messages.get((name, device), 0) for device in devices)
-                entered = known[name]._get_backend(torch.device(devices[0]))._get_sequence_number_for_group()
-                if backend == "gloo":
-                    entered -= sent
-                elif sent:  # NCCL's status mixes the numbers of messages and of collectives
-                    is_pending = False
-            found[f"{backend}/{name}"] = entered, entered - is_pending
+    pending, found = _pending(), {}
+    for channel, number, sent in _used(messages):
+        is_mixed = sent > 0 and channel.startswith("nccl/")  # its status mixes the numbers of messages and collectives
+        found[channel] = number, number - (channel in pending and not is_mixed)
     return found
+
+
+def _pending() -> set[str]:
+    """The channels whose last collective has not completed."""
+    status = {
+        (backend, number): each
+        for backend, dumped in _dumps(with_entries=False)
+        for number, each in dumped.get("pg_status", {}).items()
+        if (backend, number) not in _gone
+    }
+    if not status.keys() <= _names.keys():
+        _entries()  # learns names
+    return {
+        f"{backend}/{_names[backend, number]}"
+        for (backend, number), each in status.items()
+        if int(each["last_enqueued_collective"]) > int(each["last_completed_collective"])
+        and (backend, number) in _names  # else its last entry has left the ring, and others came after it
+    }
 
 
 def _devices(group: Any, backend: str) -> list[str]:
     """The kinds of devices whose tensors a group sends by this backend."""
-    pairs = dist.get_backend_config(group).split(",") if group is not None else []
+    pairs = dist.get_backend_config(group).split(",")
     return [device for device, _, name in (pair.partition(":") for pair in pairs) if name == backend]
 
 
@@ -114,12 +128,19 @@ def exact(counted: Counters, recorded: Iterable[Ticket]) -> Counters:
 
 def tickets() -> list[Ticket]:
     """The last collectives of this rank, oldest first."""
-    return [
-        _ticket(entry, backend)
-        for backend, dumped in _dumps(with_entries=True)
-        for entry in dumped.get("entries", [])
-        if not _is_message(entry) and entry["time_created_ns"] >= _begin
-    ]
+    return [_ticket(entry, backend) for backend, entry in _entries() if not _is_message(entry)]
+
+
+def _entries() -> list[tuple[str, dict[str, Any]]]:
+    """Backend and entry of the last collectives and messages, those of groups that are gone left out. Learns names."""
+    found = []
+    for backend, dumped in _dumps(with_entries=True):
+        for entry in dumped.get("entries", []):
+            key = backend, str(entry["pg_id"])
+            if key not in _gone:
+                _names[key] = entry["process_group"][0]
+                found.append((backend, entry))
+    return found
 
 
 def _is_message(entry: Mapping[str, Any]) -> bool:
