@@ -173,29 +173,61 @@ SETS: dict[str, tuple[Case, ...]] = {
         Case("8.0 B", 2, 4096, "full", offload="optimizer"),
         Case("3.6 B", 8, 4096, "full", offload="optimizer"),
     ),
-    "new": (),
+    "new": (  # predicted before
+        Case("0.7 B", 8, 8192),
+        Case("1.1 B", 16, 2048),
+        Case("1.5 B", 16, 2048),
+        Case("2.8 B", 2, 8192),
+        Case("3.6 B", 6, 2048),
+        Case("4.0 B", 4, 2048),
+        Case("1.5 B", 2, 16384),
+        Case("2.8 B", 2, 4096, microbatches=4),
+        Case("0.7 B", 32, 4096, "full"),
+        Case("2.8 B", 8, 4096, "selective"),
+        Case("4.0 B", 8, 2048, "selective", "bf16"),
+        Case("8.0 B", 2, 8192, "full", "bf16"),
+        Case("3.6 B", 16, 4096, "full"),
+        Case("1.1 B", 1, 65536, "full"),
+        Case("1.5 B", 16, 2048, precision="fp8"),
+        Case("3.6 B", 4, 4096, precision="fp8"),
+        Case("2.8 B", 4, 4096, precision="fp8"),
+        Case("8.0 B", 4, 4096, "full", "bf16", precision="fp8"),
+        Case("4.0 B", 2, 4096, precision="fp8"),
+        Case("1.5 B", 1, 32768, precision="fp8"),
+        Case("2.7 B, 64 experts", 8, 2048),
+        Case("2.7 B, 64 experts", 8, 4096, "full"),
+        Case("5.2 B, 16 experts", 2, 8192),
+        Case("1.7 B, 32 experts", 4, 8192),
+        Case("8.0 B", 4, 4096, lora=8),
+        Case("4.0 B", 4, 4096, lora=32),
+        Case("2.8 B", 8, 4096, "full", lora=16),
+        Case("1.5 B", 8, 4096, lora=16),
+        Case("1.5 B", 8, 4096, offload="optimizer"),
+        Case("2.8 B", 4, 4096, offload="optimizer"),
+    ),
 }
 
 
 # ---- on paper -------------------------------------------------------------------------------------------------------
 
 
-def workload(config: LlamaConfig) -> Workload:
-    """A model on paper."""
+def workload(config: LlamaConfig, rank: int) -> Workload:
+    """A model on paper, with LoRA of a rank, or 0."""
     sparse = {}
     if isinstance(config, MoeConfig):
         sparse = {"experts": config.num_experts, "top_k": config.top_k, "expert_ffn": config.expert_ffn}
     return Workload(
         name="llama", hidden=config.hidden, layers=config.num_layers, heads=config.num_heads,
-        kv_heads=config.num_kv_heads, ffn=config.ffn, vocabulary=config.vocabulary, head_dim=config.head_dim or 0, **sparse,
+        kv_heads=config.num_kv_heads, ffn=config.ffn, vocabulary=config.vocabulary, head_dim=config.head_dim or 0,
+        lora=rank, **sparse,
     )  # fmt: skip
 
 
 def predicted(case: Case, cluster: Cluster) -> Prediction:
     """What the planner says of a run."""
     task = Task(
-        workload=workload(MODELS[case.model]), cluster=cluster, sequence=case.sequence, global_batch=case.batch,
-        profile=shoal_profile(state_dtype=case.states),
+        workload=workload(MODELS[case.model], case.lora), cluster=cluster, sequence=case.sequence,
+        global_batch=case.batch, profile=shoal_profile(state_dtype=case.states),
     )  # fmt: skip
     return task.predict(Plan.parse(case.words).resolve(1))
 
@@ -419,7 +451,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cluster", help="what `shoal calibrate` has written, or a preset; without it, measured now")
     parser.add_argument("--keep", type=Path, help="a YAML file to keep what was measured in")
-    parser.add_argument("--set", choices=SETS, default="first", help="which cases")
+    parser.add_argument("--set", choices=SETS, default="new", help="which cases")
     parser.add_argument("--cases", type=int, nargs="+", help="numbers of cases of that set, from 0")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--dry", action="store_true", help="predict only")

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner.gpu import CASES, GIB, MODELS, Case, predicted, recorded
+from benchmarks.planner.gpu import GIB, MODELS, SETS, Case, predicted, recorded
 from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.estimate.activations import CHUNK
 
-RESULT = Path(__file__).parents[2] / "benchmarks/results/planner_nvidia-h200_2026-11-15.md"
-MEASURED = recorded(RESULT)
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+MEASURED = recorded(RESULTS / "planner_nvidia-h200_2026-11-15.md")
+CASES = SETS["first"]
+FITTED = recorded(RESULTS / "planner-fit_nvidia-h200_2026-11-19.md")
 TWO_CHUNKS = {
     Case("1.5 B", 32, 1024),
     Case("1.5 B", 8, 4096),
@@ -41,6 +43,13 @@ def test_memory_on_paper_is_that_of_the_gpu(case: Case) -> None:
     ):  # measured before experts were one operator, as they still are on older GPUs
         cluster = replace(cluster, device=replace(cluster.device, is_modern=False))
     assert predicted(case, cluster).memory.allocated == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("case", [case for case in SETS["fit"] if str(case) in FITTED], ids=str)
+def test_memory_of_later_runs_too(case: Case) -> None:
+    """fp8, experts and LoRA among them."""
+    found = predicted(case, parse_cluster("h200:1")).memory.allocated
+    assert found == pytest.approx(FITTED[str(case)].peak, rel=0.006)
 
 
 def test_the_run_that_was_measured_again() -> None:

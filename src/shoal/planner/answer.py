@@ -199,6 +199,7 @@ def to_mapping(result: Answer) -> dict[str, Any]:
     mapping: dict[str, Any] = {
         "model": task.workload.name,
         "parameters": task.workload.parameters,
+        "trained_parameters": task.workload.trained_parameters,
         "cluster": str(task.cluster),
         "is_measured_cluster": task.cluster.is_measured,
         "seq_len": task.sequence,

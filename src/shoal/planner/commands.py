@@ -52,6 +52,7 @@ def _settings(task: Task, request: PlanRequest) -> list[str]:
     has_tokens = task.workload.is_transformer or task.sequence > 1  # a custom model may read text, too
     words = ["--data.seq_len", str(task.sequence)] if has_tokens else []
     words += ["--data.global_batch", str(task.global_batch)]
+    words += ["--model.lora.rank", str(task.workload.lora)] if task.workload.lora else []
     for key in ("param_dtype", "state_dtype"):
         words += [f"--optim.{key}", "bf16"] if getattr(request, key) == "bf16" else []
     return [*words, *(["--run.compile", "true"] if task.compiles else [])]

@@ -87,6 +87,9 @@ class PlanRequest:
     param_dtype: Literal["fp32", "bf16"] = "fp32"
     """What parameters and gradients are kept in."""
 
+    lora: int | None = None
+    """Rank of the adapters on every linear layer of the blocks; all other weights are frozen. None: all are trained."""
+
     eager: bool = False
     """Without torch.compile."""
 
@@ -190,6 +193,7 @@ def check_numbers(request: PlanRequest, cluster: Cluster | None) -> list[Problem
         ("--seq-len", request.seq_len),
         ("--global-batch", request.global_batch),
         ("--top", request.top),
+        ("--lora", request.lora),
         *((f"--{name.replace('_', '-')}", getattr(request, name) or None) for name in DIMENSIONS),  # 0: none of them
     ):
         if value is not None and value < 1:
@@ -214,7 +218,18 @@ def _usual_batch(cluster: Cluster, workload: Workload, sequence: int) -> int:
 
 
 def workload_of(request: PlanRequest) -> Workload:
-    """Return the model: a preset with changed dimensions, dimensions alone, or a traced module."""
+    """Return the model, with LoRA if that is wanted."""
+    found = _workload_of(request)
+    if not request.lora:
+        return found
+    if not found.is_transformer:
+        what = f"{found.name} is traced, and --lora is for models of known dimensions"
+        raise ShoalError(what, fix="leave --lora out: what full training takes is more", code="Q005")
+    return found.resized(lora=request.lora)
+
+
+def _workload_of(request: PlanRequest) -> Workload:
+    """A preset with changed dimensions, dimensions alone, or a traced module."""
     given = {name: getattr(request, name) for name in DIMENSIONS if getattr(request, name) is not None}
     if request.model is None:
         missing = [name for name in ("hidden", "layers", "heads") if name not in given]

@@ -64,8 +64,9 @@ class Task:
         return predict(plan, self.workload, self.cluster, seq_len=size, global_batch=batch, profile=self.profile)
 
     def saved(self, plan: Plan) -> Saved:
-        """Return the size of a checkpoint: weights and moments, each rank its part; of replicas, the first writes."""
-        total = self.workload.parameters * (self.profile.weight + self.profile.moments)
+        """Return the size of a checkpoint: weights that are trained, and their moments, each rank its part; of
+        replicas, the first writes."""
+        total = self.workload.trained_parameters * (self.profile.weight + self.profile.moments)
         layout = plan.layout
         shards = layout.dp_shard * layout.cp if plan.zero else 1
         return Saved(total=total, copied=total / (layout.tp * layout.pp * shards))

@@ -122,10 +122,15 @@ class FrameworkProfile:
     """Times that the element-wise work of a layer's forward reads or writes a tensor of `hidden` features."""
     ffn_passes: float = 4
     """The same for tensors of the feed-forward's width."""
+    row_passes: float = 6
+    """The same for the rows of experts, which are as wide as tokens: there are `top_k` of a token."""
     cast_passes: float = 0.0
     """What comes to `passes` in lower precision than float32, in which norms and sums are computed, and cast to it."""
     cast_ffn_passes: float = 0.0
     """The same for `ffn_passes`."""
+    adapter_passes: float = 2.5
+    """Times that the forward of LoRA reads or writes the inputs and outputs of layers; the backward does it 1.6 times
+    as often."""
     host_forward: float = 0.4 * MS
     """Seconds that the host needs to launch the forward of a layer."""
     host_backward: float = 0.5 * MS
@@ -173,6 +178,8 @@ class FrameworkProfile:
     efficiency: float = 0.84
     """Of the achievable rate that its products sustain in a whole step: clocks drop under load, kernels follow each
     other with gaps."""
+    product_traffic: float = 1.0
+    """The part of the time to read and write the matrices of a product that its computing does not hide."""
 
     def with_bf16_moments(self) -> FrameworkProfile:
         """The same with Adam's moments in half the bytes."""
@@ -207,6 +214,9 @@ class FrameworkProfile:
             fragmentation=0.0,
             pipeline_fragmentation=0.0,
             attention_ramp=0.0,
+            attention_sustained=0.92,
+            row_passes=6,
+            product_traffic=1.0,
             host_action=0.4 * MS,  # autograd and sends around an action: benchmarks/results/bubble_*
             overlaps_gradients=False,  # what sends computes, too
             overlaps_gathers=False,
@@ -239,6 +249,19 @@ class FrameworkProfile:
             logits=8,  # exponentials, and their gradient
         )
 
+    @cached_property
+    def with_adapters(self) -> FrameworkProfile:
+        """The same where layers have LoRA: they are called one by one, and keep their inputs, which A reads."""
+        if not self.is_memory_saving:
+            return self
+        return replace(
+            self,
+            name=f"{self.name}, LoRA",
+            keeps_normed=True,
+            keeps_product=True,
+            keeps_silu=self.backward_tensors > 0,
+        )
+
     def __hash__(self) -> int:
         return hash(self.name)
 
@@ -251,6 +274,8 @@ LEARNT = (
     "attention_sustained",
     "passes",
     "ffn_passes",
+    "row_passes",
+    "adapter_passes",
     "host_forward",
     "host_backward",
     "host_part",
@@ -262,6 +287,7 @@ LEARNT = (
     "fixed",
     "expert_efficiency",
     "efficiency",
+    "product_traffic",
 )
 """Figures that no documentation has, fitted to the measured runs of a system; none to a single run. The defaults above
 are those of an unknown system: assumptions, which `shoal backtest RUNS.csv --leave-out` scores."""

@@ -92,6 +92,9 @@ class Workload:
     """Whether a loss balances the experts, which counts tokens over all ranks."""
     routes_by_sequence: bool = False
     """Whether routers compare the tokens of a sequence: capacity, expert choice."""
+    lora: int = 0
+    """Rank of the adapters on every linear layer of the blocks, whose weights and all others are frozen, in the
+    precision of compute. 0: all weights are trained."""
     latent: Latent | None = None
     causal: bool = True
     window: int = 0
@@ -121,6 +124,10 @@ class Workload:
             object.__setattr__(self, "expert_ffn", self.ffn)
         if self.experts and not 1 <= self.top_k <= self.experts:
             raise ShoalError(f"top_k={self.top_k} of {self.experts} experts", fix=f"1 to {self.experts}", code="Q024")
+        if self.lora and (self.experts or self.latent):
+            kind = "experts" if self.experts else "latent attention"
+            what = f"{self.name} has {kind}; LoRA is predicted for plain attention and feed-forwards"
+            raise ShoalError(what, fix="leave --lora out: what full training takes is more", code="Q024")
 
     def __hash__(self) -> int:
         return hash((self.name, self.hidden, self.layers))
@@ -186,6 +193,23 @@ class Workload:
         return self.matrices * self.hidden * self.shared_ffn + self.hidden * self.experts
 
     @cached_property
+    def adapter_features(self) -> int:
+        """Inputs and outputs of the linear layers of one block, all together: what the adapters of rank 1 have."""
+        inside, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * (self.hidden + inside) + 2 * (self.hidden + narrow)
+        return attention + self.matrices * (self.hidden + self.ffn)
+
+    @cached_property
+    def trained_parameters(self) -> int:
+        """Those that get a gradient."""
+        return self.layers * self.lora * self.adapter_features if self.lora else self.parameters
+
+    @cached_property
+    def trained_part(self) -> float:
+        """Of all parameters, adapters included."""
+        return self.trained_parameters / (self.parameters + self.trained_parameters) if self.lora else 1.0
+
+    @cached_property
     def small_parameters(self) -> int:
         """Norms and biases of one layer."""
         norms = 2 * self.hidden * (2 if self.biases else 1)
@@ -242,7 +266,8 @@ class Workload:
         return 2 * self.heads * (query_dim + value_dim) * self.attended(sequence)
 
     def flops_per_token(self, sequence: int) -> float:
-        """Of training one token: forward and backward, nothing twice."""
+        """Of training one token: forward and backward, nothing twice. Frozen weights need no gradient."""
         if self.blocks:
             return 3 * sum(block.flops for block in self.blocks) / max(1, sequence)
-        return 6 * self.active_parameters + 3 * self.layers * self.attention_flops(sequence)
+        products = 4 * self.active_parameters + 6 * self.trained_parameters if self.lora else 6 * self.active_parameters
+        return products + 3 * self.layers * self.attention_flops(sequence)

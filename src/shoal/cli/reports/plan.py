@@ -89,10 +89,12 @@ def in_words(number: float) -> str:
 def _render_title(console: Console, answer: Answer) -> None:
     """The model, the cluster, and where the numbers come from."""
     task = answer.task
-    size = f"{in_words(task.workload.parameters)} parameters"
+    model = task.workload
+    size = f"{in_words(model.parameters)} parameters"
+    size += f", LoRA of rank {model.lora} ({in_words(model.trained_parameters)})" if model.lora else ""
     what = f" of {task.sequence:,} tokens" if task.sequence > 1 else ""
     console.print(
-        f"[bold]{task.workload.name}[/bold], {size}, on {task.cluster.num_devices} x {task.cluster.device.name},"
+        f"[bold]{model.name}[/bold], {size}, on {task.cluster.num_devices} x {task.cluster.device.name},"
         f" {task.global_batch:,} samples{what} a step",
         highlight=False,
     )

@@ -99,7 +99,7 @@ def recomputed(
 def cast_bytes(workload: Workload, profile: FrameworkProfile, on: Degrees, *, precision: str) -> float:
     """Bytes of casts of weights that a layer keeps for the backward, where it computes in less than weights have. The
     last product of a feed-forward casts again. What is sharded is gathered in the precision of compute already."""
-    if not profile.is_compiled or on.size >= profile.weight or (on.zero and on.shards > 1):
+    if not profile.is_compiled or on.size >= profile.weight or (on.zero and on.shards > 1) or workload.lora:
         return 0.0
     part = workload.sparse_layers / workload.layers
     but_last = (workload.matrices - 1) / workload.matrices
@@ -141,7 +141,7 @@ def logit_bytes(
             return head_bytes(workload, tokens=tokens, chunk_tokens=of_chunk, size=size, weight=profile.weight)
         copies = profile.copies_in_loss * (1 + (size < 4))  # softmax; and where it is computed in more, its input
         chunks = 1 + copies * 4 / size
-        weight = (size if size < 4 else 0.0) + 4
+        weight = 0.0 if workload.lora else (size if size < 4 else 0.0) + 4  # frozen, it is in that precision already
         inputs = tokens * workload.hidden * (size * (1 + (size < 4)) + profile.is_compiled * max(4.0, size))
         return chunk * chunks + weight * workload.head_parameters + inputs
     logits = tokens * workload.vocabulary / tp
@@ -156,7 +156,8 @@ def backward_bytes(
     """Bytes that the backward of a feed-forward holds for a moment.
 
     Compiled: the product of gate and up, its gradient, and theirs, all as wide as it is; of experts not the product,
-    which is kept; and where the compiler recomputes, only one, since it writes the others over what it has made again.
+    which is kept; and where the compiler recomputes, only one, since it writes the others over what it has made again;
+    and with LoRA, which keeps the product, two.
     Where its kernels are not fused: in float32, as wide as it is; gate and up as well, where they are kept in less. And
     the gradient of one of its weights. Fused experts: the gradients of gate and up and of their input, the cast of both
     weights, and the gradients of all three.
@@ -166,7 +167,8 @@ def backward_bytes(
         rows = tokens * workload.top_k * (but_last * workload.expert_ffn + workload.hidden) / tp
         return size * rows + workload.expert_parameters * (profile.gradient + size * but_last / workload.matrices)
     if profile.is_compiled:
-        dense = (1 if recompute == "selective" else 4) * workload.ffn * (workload.sparse_layers < workload.layers)
+        of_ffn = 1 if recompute == "selective" else 2 if workload.lora else 4
+        dense = of_ffn * workload.ffn * (workload.sparse_layers < workload.layers)
         sparse = 3 * workload.top_k * workload.expert_ffn * (workload.sparse_layers > 0)
         return tokens * size * max(dense, sparse) / tp
     if not profile.backward_tensors:

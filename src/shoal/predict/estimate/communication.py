@@ -125,7 +125,7 @@ def textbook_messages(workload: Workload, work: Work) -> list[LayerMessages]:
 def data_parallel(step: StepContext, share: RankShare, *, micro: float, backward: float) -> float:
     """Seconds that gradients and parameters travel while nothing is computed. `micro` is what one microbatch takes, and
     `backward` the part of it in whose shadow they travel."""
-    on, cluster, profile = step.on, step.cluster, step.profile
+    on, cluster, profile, trained = step.on, step.cluster, step.profile, step.workload.trained_part
     if on.replicas * on.shards == 1:
         return 0.0
     sent = exchange_of(step, share)
@@ -133,7 +133,7 @@ def data_parallel(step: StepContext, share: RankShare, *, micro: float, backward
     reduced, gathered = max(profile.reduce, on.size), max(profile.gather, on.size)  # bytes of an element
     copying = 2 * profile.copies_in_traffic / (cluster.device.bandwidth * cluster.device.streaming)  # seconds of a byte
     if on.zero == 0:
-        size = (sent.dense + sent.experts) * reduced * on.part_sent
+        size = (sent.dense + sent.experts) * trained * reduced * on.part_sent
         buckets = max(1.0, size / profile.bucket_size)
         travel = buckets * cluster.link(on.replicas * on.shards, on.tp).reduce(size / buckets) + copying * size / 2
         return _exposed(travel, window, profile.overlaps_gradients)
@@ -145,12 +145,12 @@ def data_parallel(step: StepContext, share: RankShare, *, micro: float, backward
         if not numel:
             continue
         more = _more_messages(link, share.layers * profile.messages)
-        scatter += link.gather(numel * reduced) + more + copying * numel * reduced
+        scatter += link.gather(numel * trained * reduced) + more + copying * numel * trained * reduced
         gather += link.gather(numel * gathered) + more + copying * numel * gathered
         again += link.gather((numel - last) * gathered) + more + copying * (numel - last) * gathered
         if on.replicas > 1:
             outer = cluster.link(on.replicas, on.tp * on.shards)
-            across += outer.reduce(numel * reduced * on.part_sent / link.degree)
+            across += outer.reduce(numel * trained * reduced * on.part_sent / link.degree)
     calls = num_exchanges(on, step.m)
     shown = _exposed(across, window, profile.overlaps_gradients)
     if calls.again:

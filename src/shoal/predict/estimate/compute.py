@@ -65,7 +65,7 @@ def layer_pass(workload: Workload, cluster: Cluster, profile: FrameworkProfile, 
         host += profile.host_collective * (6 + 2 * again) + profile.host_scatter * work.tp * work.sp
     tp, cp, ep = between_layers(workload, cluster, profile, work, attention)
     return Pass(
-        matmul=_products(workload, cluster.device, profile, work) * (3 + again),
+        matmul=_products(workload, cluster.device, profile, work) * (_num_products(workload) + again),
         attention=attention,
         memory=_element_wise(workload, cluster.device, profile, work, again),
         tp=tp,
@@ -76,12 +76,19 @@ def layer_pass(workload: Workload, cluster: Cluster, profile: FrameworkProfile, 
 
 
 @lru_cache(maxsize=2**16)
-def product(device: Device, rows: float, columns: float, inner: float, precision: str, efficiency: float) -> float:
+def product(
+    device: Device, rows: float, columns: float, inner: float, precision: str, profile: FrameworkProfile
+) -> float:
     """Seconds of one matrix product."""
     size = 4.0 if precision == "fp32" else 8.0 if precision == "fp64" else 2.0
     traffic = size * (rows * inner + inner * columns + rows * columns)
-    compute = 2 * rows * columns * inner / (device.rate(precision) * efficiency)
-    return compute + traffic / (device.bandwidth * device.streaming)
+    compute = 2 * rows * columns * inner / (device.rate(precision) * profile.efficiency)
+    return compute + profile.product_traffic * traffic / (device.bandwidth * device.streaming)
+
+
+def _num_products(workload: Workload) -> int:
+    """Of a layer, as large as that of the forward: it, and the gradients of input and weight, unless that is frozen."""
+    return 2 if workload.lora else 3
 
 
 def _products(workload: Workload, device: Device, profile: FrameworkProfile, work: Work) -> float:
@@ -91,7 +98,7 @@ def _products(workload: Workload, device: Device, profile: FrameworkProfile, wor
     part = workload.sparse_layers / workload.layers
 
     def seconds(rows: float, columns: float, inner: float) -> float:
-        return product(device, rows, columns, inner, work.precision, profile.efficiency)
+        return product(device, rows, columns, inner, work.precision, profile)
 
     def feed_forward(rows: float, width: float) -> float:
         return seconds(rows, (workload.matrices - 1) * width, h) + seconds(rows, h, width)
@@ -140,12 +147,17 @@ def _element_wise(workload: Workload, device: Device, profile: FrameworkProfile,
     ffn_passes = profile.ffn_passes + is_cast * profile.cast_ffn_passes
     elements = passes * workload.hidden / (work.tp if work.sp else 1)
     elements += (1 - part) * ffn_passes * workload.ffn / work.tp
-    elements += part * workload.top_k * (6 * workload.hidden + ffn_passes * workload.expert_ffn) / work.tp
+    elements += (
+        part * workload.top_k * (profile.row_passes * workload.hidden + ffn_passes * workload.expert_ffn) / work.tp
+    )
     tokens = work.samples * work.sequence / work.cp
     # The backward reads and writes one and a half times what the forward does: an assumption that `passes` stands on.
     traffic = size * tokens * elements * (2.5 + again + 0.5 * (work.recompute == "selective"))
     plain = workload.attention_parameters + (1 - part) * workload.ffn_parameters
     held = plain / work.tp + part * workload.expert_parameters / work.ep / (work.tp if profile.splits_experts else 1)
+    if workload.lora:
+        adapters = profile.adapter_passes * workload.adapter_features / work.tp
+        return (traffic + size * tokens * adapters * (2.6 + again)) / (device.bandwidth * device.streaming)
     casts = (profile.weight + 2) * held if profile.weight > 2 and work.precision in ("bf16", "fp16", "fp8") else 0.0
     casts += profile.fp8_casts * held if work.precision == "fp8" else 0.0
     return (traffic + 2 * profile.gradient * held + casts) / (device.bandwidth * device.streaming)
@@ -157,6 +169,7 @@ def head_pass(
 ) -> float:
     """Seconds of the last layer, the loss and their backward, for one microbatch."""
     columns, wide = workload.vocabulary / tp, "bf16" if precision == "fp8" else precision
-    compute = 3 * product(device, tokens, columns, workload.hidden, wide, profile.efficiency)
+    seconds = product(device, tokens, columns, workload.hidden, wide, profile)
+    compute = _num_products(workload) * seconds
     passes = 8.0 + 32 * profile.copies_in_loss if profile.fused_loss else 3 * profile.logits
     return compute + tokens * columns * passes / (device.bandwidth * device.streaming)

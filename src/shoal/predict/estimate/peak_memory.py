@@ -108,6 +108,8 @@ def peak_memory(
         profile = profile.without_fused_experts
     if layout.tp > 1:
         profile = profile.where_split
+    if workload.lora:
+        profile = profile.with_adapters
     m = num_microbatches(plan, global_batch) if global_batch else PLENTY
     samples = microbatch(plan, global_batch)
     if not workload.is_transformer:
@@ -157,11 +159,14 @@ def _of_rank(step: StepContext, place: int) -> PeakMemory:
         )
         goes_with_logits = profile.is_compiled and is_fused(profile, tp=on.tp, pp=on.pp)
         activations += (1 if goes_with_logits else 2 + profile.copies_in_norm) * stream  # the last norm
-        head_gradient = profile.gradient * held.end * (m == 1 and (on.zero == 0 or on.shards == 1))
+        head_gradient = (
+            profile.gradient * held.end * (m == 1 and (on.zero == 0 or on.shards == 1)) * (not workload.lora)
+        )
     ending = closing = 0.0
     if profile.is_compiled:
         ending = (again or kept + kept_casts) + working + stream
-        closing = 2 * tokens * workload.hidden * 4  # the gradient of what was looked up, and the same in order
+        # The gradient of what was looked up, and the same in order; none, where the embedding is frozen.
+        closing = 0.0 if workload.lora else 2 * tokens * workload.hidden * 4
         working += (again - stream if again else 0.0) + head_gradient
     moments = Moments(activations, logits, reducing, working, messages, ending, closing)
     exact = None
@@ -199,7 +204,7 @@ def _summed(
     step: StepContext, held: RankShare, moments: Moments, place: int, exact: Memory | None = None
 ) -> PeakMemory:
     """States and transients beside activations, at the fuller of two moments. `exact`: the states, counted."""
-    _, plan, on, cluster, _, _, m, profile = step
+    workload, plan, on, cluster, _, _, m, profile = step
     parameters, gradients, optimizer = states(held, on, profile)
     if exact is not None:
         for_peers = (
@@ -207,7 +212,7 @@ def _summed(
         )
         parameters, gradients = exact.parameters, exact.gradients
         optimizer = exact.optimizer + for_peers * optimizer
-    gathered, gathered_late, reducing = transients(held, on, profile, moments.working)
+    gathered, gathered_late, reducing = transients(held, on, profile, moments.working, workload.trained_part)
     activations, logits = moments.activations, moments.logits
     reducing += moments.reducing
     buffers = profile.bucket + moments.messages
@@ -256,13 +261,13 @@ def states(held: RankShare, on: Degrees, profile: FrameworkProfile) -> tuple[flo
 
 
 def transients(
-    held: RankShare, on: Degrees, profile: FrameworkProfile, working: float = 0.0
+    held: RankShare, on: Degrees, profile: FrameworkProfile, working: float = 0.0, trained: float = 1.0
 ) -> tuple[float, float, float]:
     """Bytes of units that are gathered for a moment, at the end of the forward and in the backward; and of gradients
-    that are just being reduced then, and what a layer is `working` with."""
+    that are just being reduced then, and what a layer is `working` with. `trained`: the part that has gradients."""
     if on.shards == 1 or on.zero < (1 if profile.gathers_ends_alone else 3):
         return 0.0, 0.0, working
-    reduced = profile.reduce * max(held.unit, held.end if profile.gathers_ends_alone else held.root / 2)
+    reduced = trained * profile.reduce * max(held.unit, held.end if profile.gathers_ends_alone else held.root / 2)
     gathers = on.zero == 3 and on.pp == 1
     if not profile.gathers_ends_alone:
         gathered = on.size * (2 * held.unit + held.root) * gathers

@@ -182,6 +182,7 @@ def _of_layers(step: StepContext) -> dict[str, float]:
     held = rank_share(workload, 0, tp=on.tp, pp=on.pp, v=on.v, ep=on.ep, is_v_shaped=on.is_v_shaped, profile=profile)
     backward = slowest * (3 if plan.recompute == "full" else 2) / (4 if plan.recompute == "full" else 3)
     owned = held.dense / (on.shards if on.zero else 1) + held.experts / (max(1, on.shards // on.ep) if on.zero else 1)
+    owned *= workload.trained_part
     device = cluster.device
     return {
         "matmul": layer.matmul * passes,

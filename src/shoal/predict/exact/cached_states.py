@@ -87,7 +87,8 @@ def _states(
     plan = sharding.plan(zero, precision)
     sizes = Sizes.of(plan)
     if precision != "fp64":
-        sizes = replace(sizes, weight=weight, reduce=gradient)
+        frozen = sizes.compute if model.lora else None
+        sizes = replace(sizes, weight=weight, reduce=gradient, frozen=frozen)
     return memory_of(plan, _held(model, sharding, place, plan.is_sharded), sizes, optimizer_states)
 
 

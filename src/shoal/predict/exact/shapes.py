@@ -18,6 +18,7 @@ from shoal.predict.workload import Workload
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens", "lm_head", "model.norm"
 POSITIONS = "model.embed_positions"
+ADAPTERS = (".lora_A", ".lora_B")
 
 
 @lru_cache(maxsize=64)
@@ -27,9 +28,10 @@ def shapes_of(model: Workload, sequence: int) -> ModelShapes:
     stream = (sequence, model.hidden)
     layers = range(model.layers)
     sparse = [number for number in layers if _is_sparse(model, number)]
+    parameters = dict(_parameters(model))
     return ModelShapes(
         description=_description(model),
-        parameters=dict(_parameters(model)),
+        parameters=parameters,
         stream=stream,
         tp_boundaries=tuple(_tp_boundaries(model, stream)),
         attentions=tuple(_attention(model, number, sequence) for number in layers) if model.latent is None else (),
@@ -52,6 +54,7 @@ def shapes_of(model: Workload, sequence: int) -> ModelShapes:
             )
             for number in sparse
         ),
+        frozen=frozenset(name for name in parameters if not name.endswith(ADAPTERS)) if model.lora else frozenset(),
         lookups=frozenset(f"{name}.weight" for name in _before(model)),
     )
 
@@ -91,6 +94,9 @@ def _linear(name: str, shape: Shape, model: Workload) -> Iterator[tuple[str, Sha
     yield f"{name}.weight", shape
     if model.biases:
         yield f"{name}.bias", shape[:1]
+    if model.lora:
+        outputs, inputs = shape
+        yield from zip((f"{name}{end}" for end in ADAPTERS), ((model.lora, inputs), (outputs, model.lora)), strict=True)
 
 
 def _norm(name: str, model: Workload) -> Iterator[tuple[str, Shape]]:
@@ -140,11 +146,13 @@ def _sparse_feed_forward(name: str, model: Workload) -> Iterator[tuple[str, Shap
 
 def _tp_boundaries(model: Workload, stream: Shape) -> Iterator[TPBoundary]:
     """Where an activation enters or leaves layers that tp splits, in the order of the forward."""
-    yield TPBoundary(module=EMBEDDING, way="leave", shape=stream)
+    is_trained = not model.lora  # with LoRA there is nothing to train before the first layer
+    yield TPBoundary(module=EMBEDDING, way="leave", shape=stream, has_backward=is_trained)
     first = "gate_proj" if model.gated else "up_proj"
     for layer in range(model.layers):
         block = f"model.layers.{layer}"
-        yield TPBoundary(module=f"{block}.self_attn.q_proj", way="enter", shape=stream)
+        is_deep = is_trained or layer > 0
+        yield TPBoundary(module=f"{block}.self_attn.q_proj", way="enter", shape=stream, has_backward=is_deep)
         yield TPBoundary(module=f"{block}.self_attn.o_proj", way="leave", shape=stream)
         is_sparse = _is_sparse(model, layer)
         if is_sparse and not model.shared_ffn:
