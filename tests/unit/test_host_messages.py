@@ -451,6 +451,15 @@ def test_an_agent_gets_the_place_of_its_own_name(name: str, hosts: str, expected
     assert (found.name if found else None) == expected
 
 
+@pytest.mark.parametrize(
+    ("wanted", "code"), [("0.0.0.0", "N051"), ("0.0.0.0:29400", "N051"), ("0", "N051"), ("::", "N050")]
+)
+def test_a_coordinator_listens_at_one_address(wanted: str, code: str) -> None:
+    """It had listened at every interface, and had sent agents to 0.0.0.0."""
+    with rejects(code, f"--listen {wanted} is every interface" if code == "N051" else "--listen must be an address"):
+        choose_address([HostSpec("127.0.0.1", 1)], wanted)
+
+
 def test_the_loopback_is_no_address_for_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.launch.hosts import hostlist
 

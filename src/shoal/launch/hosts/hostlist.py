@@ -121,6 +121,12 @@ def choose_address(
         others = [host for host in hosts if not host.is_local]
         names = [host.bare_name if _resolved(host.bare_name) else route_to(host) for host in others]
         address, port = _towards([name for name in names if name]), 0
+    if _is_address(address) and ipaddress.ip_address(address).is_unspecified:
+        raise ShoalError(
+            f"--listen {wanted} is every interface of this host, and no address at which agents could join",
+            fix="--listen ADDRESS, an address of this host in the network of the others (`ip -brief address`)",
+            code="N051",
+        )
     if _is_loopback(address) and not all(host.is_local for host in hosts):
         raise ShoalError(
             f"other hosts would connect to {address}, but that is the loopback, which only this host reaches",
