@@ -120,6 +120,29 @@ def test_a_stopped_run_saves_and_a_killed_one_leaves_nothing(host: Host, tmp_pat
     assert time.monotonic() - began < 3
 
 
+def test_a_signal_to_coordinator_and_agent_is_one_request(host: Host, tmp_path: Path) -> None:
+    """As a scheduler sends it to all that it has started. The second one had killed the workers before their save."""
+    started = host.start(*LONG, cwd=tmp_path, env={"SHOAL_FAULTS": "sleep_at=rank:0,step:6,seconds:1.5"})
+    until(lambda: committed(saves(tmp_path)) == 5, started)
+    _, second = agents(started)
+    for pid in (started.pid, second):
+        os.kill(pid, signal.SIGTERM)
+    assert started.wait() == 130, started.said
+    assert committed(saves(tmp_path)) == started.json["steps"] == started.json["saved_step"]
+
+
+def test_a_stopped_worker_is_ended_before_the_others_continue(host: Host, tmp_path: Path) -> None:
+    """It had stayed while the next generation trained: a process that a signal has stopped notices nothing."""
+    started = host.start(*LONG, cwd=tmp_path)
+    until(lambda: committed(saves(tmp_path)) >= 3, started)
+    (first,), (second,) = (workers(agent) for agent in agents(started))
+    os.kill(second, signal.SIGSTOP)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: "restarting all workers" in started.said, started)
+    assert not Path(f"/proc/{second}").exists()
+    started.kill_all()
+
+
 def test_a_host_that_is_lost_while_others_are_waited_for_is_reported(host: Host, tmp_path: Path) -> None:
     port, env = free_port(), {"SHOAL_KEY": "a key for a test of a lost host"}
     started = host.start(*LONG, "--ssh", "none", "--listen", f"127.0.0.1:{port}", cwd=tmp_path, env=env)

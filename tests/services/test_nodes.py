@@ -132,13 +132,17 @@ def until_step(count: int, pods: Pods, seconds: float = 120) -> None:
         time.sleep(0.1)
 
 
-def test_a_pod_is_evicted_and_all_pods_start_again(pods: Pods, undisturbed: dict[int, float]) -> None:
+@pytest.mark.parametrize("evicted", [[1], [0, 1]])
+def test_a_pod_is_evicted_and_all_pods_start_again(
+    pods: Pods, undisturbed: dict[int, float], evicted: list[int]
+) -> None:
     """The pods end with the exit code 130, which the job's podFailurePolicy does not count."""
     for index in (1, 0):
         pods.start(index)
     until_step(5, pods)
     began = time.monotonic()
-    pods.pods[1].send_signal(signal.SIGTERM)
+    for index in evicted:
+        pods.pods[index].send_signal(signal.SIGTERM)
     assert pods.codes() == [130, 130], pods.logs()
     assert time.monotonic() - began < pods.grace
     known = max(losses(pods.folder / "runs" / "small"))

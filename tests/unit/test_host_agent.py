@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from shoal.errors import Problem, RunFailed
 from shoal.launch.failure import Failure
 from shoal.launch.hosts import lease
-from shoal.launch.hosts.agent.loop import Agent, Silent
+from shoal.launch.hosts.agent.loop import Agent, Runner, Silent
 from shoal.launch.hosts.agent.runner import HostGroup
 from shoal.launch.hosts.lease import LEASE, Lease, boottime
 from shoal.launch.hosts.messages import Channel
@@ -131,6 +132,74 @@ def test_an_agent_leaves_a_leader_that_is_asleep(
     assert 0.3 < time.monotonic() - began < 2.5  # without a lease after 3 s
     agent.lose_coordinator()
     assert not has_workers or sleepers[1].wait(5) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("are_own", "num_sent"),
+    [([False, True], 1), ([True, False], 1), ([True, True], 2), ([False, True, True], 2), ([False, False], 1)],
+)
+def test_a_signal_to_coordinator_and_agent_is_one_request(
+    are_own: list[bool], num_sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner kills its workers at a second signal, before their last save."""
+    sent: list[int] = []
+    monkeypatch.setattr("os.kill", lambda pid, number: sent.append(number))
+    runner = Runner(1, pid=4711)
+    for is_own in are_own:
+        runner.stop(signal.SIGTERM, is_own=is_own)
+    assert sent == [signal.SIGTERM] * num_sent
+
+
+def test_a_signal_before_the_start_is_reported_is_kept(
+    played: tuple[Agent, socket.socket, Channel], sleepers: list[subprocess.Popen[bytes]]
+) -> None:
+    agent, template, coordinator = played
+    agent._obey({"do": "start", "generation": 1})
+    agent.signals.append(signal.SIGTERM)
+    agent._turn()
+    assert coordinator.read() == [{"say": "signaled", "generation": 1}]
+    say(template, agent, say="started", pid=sleepers[1].pid)
+    assert sleepers[1].wait(5) == -signal.SIGTERM
+
+
+ORPHANS = """
+import os, signal, subprocess, time
+from shoal.launch.hosts.lifetime import Orphans
+
+orphans = Orphans()
+read, write = os.pipe()
+template = os.fork()
+if template == 0:
+    runner = os.fork()
+    if runner == 0:
+        worker = os.fork()
+        if worker == 0:
+            os.setpgid(0, 0)
+            helper = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL)
+            os.write(write, f"{os.getpid()} {helper.pid} ".encode())
+            os.kill(os.getpid(), signal.SIGSTOP)
+        os.waitpid(worker, os.WUNTRACED)
+        daemon = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, start_new_session=True)
+        os.write(write, f"{daemon.pid} ".encode())
+        os._exit(1)
+    os.waitpid(runner, 0)
+    os.write(write, b"that is all")
+    time.sleep(60)
+told = b""
+while not told.endswith(b"that is all"):
+    told += os.read(read, 100)
+pids = [template, *map(int, told.split()[:3])]
+assert orphans.end(but=template)
+print([os.path.exists(f"/proc/{pid}") for pid in pids])
+for pid in (template, pids[-1]):
+    os.kill(pid, signal.SIGKILL)
+"""
+
+
+def test_a_stopped_worker_of_a_killed_runner_is_ended() -> None:
+    """It had stayed, with its memory and its GPU, while the next generation started on its host."""
+    done = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, text=True, timeout=30, check=False)
+    assert done.stdout == "[True, False, False, True]\n", done.stderr
 
 
 def test_workers_report_each_saved_step_and_no_limit_that_did_not_hold(

@@ -54,7 +54,7 @@ def test_an_indexed_job(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ignored = [
         rule["onExitCodes"]["values"] for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule
     ]
-    assert ignored == [[130], [2]]
+    assert ignored == [[130, 143], [2]]
 
 
 def test_the_grace_period_is_longer_than_that_of_the_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ def _service(spec: JobSpec) -> Tree:
 def _job_spec(spec: JobSpec, cluster: Cluster, master: str, *, subdomain: str | None) -> Tree:
     rules: list[Tree] = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", "onExitCodes": _codes(130)},  # saved and stopped
+        {"action": "Ignore", "onExitCodes": _codes(130, 143)},  # saved and stopped; stopped with nothing to save
         {"action": "FailJob", "onExitCodes": _codes(2)},  # a mistake in the recipe
     ]
     found: Tree = {
@@ -113,8 +113,8 @@ def _job_spec(spec: JobSpec, cluster: Cluster, master: str, *, subdomain: str | 
     return {**found, "template": pod_template(spec, cluster, master, subdomain=subdomain)}
 
 
-def _codes(code: int) -> Tree:
-    return {"containerName": CONTAINER, "operator": "In", "values": [code]}
+def _codes(*codes: int) -> Tree:
+    return {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
 
 
 def _job(spec: JobSpec, cluster: Cluster) -> Tree:

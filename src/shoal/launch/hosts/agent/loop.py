@@ -14,6 +14,7 @@ import os
 import selectors
 import signal
 import socket
+import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,11 +25,13 @@ from shoal.launch.hosts.agent import token_file
 from shoal.launch.hosts.agent.probe import Probe
 from shoal.launch.hosts.agent.template import Prepare, serve_orders
 from shoal.launch.hosts.lease import AGENT_BEAT, Lease, boottime
-from shoal.launch.hosts.lifetime import forked
+from shoal.launch.hosts.lifetime import Orphans, forked
 from shoal.launch.hosts.messages import BEAT, MOST, Channel, Message
 from shoal.launch.hosts.reports import error_from
 
 TURN = 0.2
+SECONDS_TO_END = 5.0
+"""Seconds that killed workers may take to end before this host joins again."""
 MOST_OUTPUT = 2**16
 PATIENCE = 600.0
 """Seconds for which the coordinator may be stopped (Ctrl-Z) while its host answers. A dead one closes its socket."""
@@ -53,6 +56,32 @@ class Runner:
     """A pidfd, which becomes readable when the runner ends."""
     kill_at: float | None = None
     has_reported: bool = False
+    is_stopping: bool = False
+    """Whether a stop signal was passed on to it."""
+    num_own: int = 0
+    """Stop signals that this process has got for it."""
+    waiting: list[int] = field(default_factory=list)
+    """Signals for it from the time before its start was reported."""
+
+    def stop(self, number: int, *, is_own: bool) -> None:
+        """Pass a stop signal on: the runner lets the workers save, and kills them at a second one.
+
+        A scheduler signals all processes of a job. So the order of the coordinator and the first signal of this process
+        (`is_own`) are one request. The workers save at SIGHUP as at SIGTERM, but a host on which `nohup` has started
+        the agent has no handler for it.
+        """
+        self.num_own += is_own
+        if not self.is_stopping or (is_own and self.num_own > 1):
+            self.send(signal.SIGTERM if number == signal.SIGHUP else number)
+        self.is_stopping = True
+
+    def send(self, number: int) -> None:
+        """Send a signal, or note it until the start is reported."""
+        if not self.pid:
+            self.waiting.append(number)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
 
 @dataclass(slots=True)
@@ -65,6 +94,8 @@ class Agent:
     link: socket.socket | None = None
     """To the template; None: it is not started."""
     template: int = 0
+    orphans: Orphans | None = None
+    """The workers of a runner that has ended; None: no template was started."""
     outputs: dict[int, int] = field(default_factory=dict)
     """Descriptor of the output of template and workers → 1 for stdout, 2 for stderr."""
     runner: Runner | None = None
@@ -129,7 +160,9 @@ class Agent:
             self.channel.send(report)
         for number in self.signals[:]:
             self.signals.remove(number)
-            self.signal_runner(number)
+            if self.runner is not None:
+                self.runner.stop(number, is_own=True)
+                self.channel.send({"say": "signaled", "generation": self.runner.generation})
 
     def _sources(self) -> list[Any]:
         handle = [] if self.runner is None or self.runner.handle is None else [self.runner.handle]
@@ -162,8 +195,8 @@ class Agent:
             self._to_template(order)
         elif kind == "stop":
             self._stop(float(order["seconds"]))
-        elif kind == "signal":
-            self.signal_runner(int(order["number"]))
+        elif kind == "signal" and self.runner is not None:
+            self.runner.stop(int(order["number"]), is_own=False)
         elif kind == "leave":
             self.is_done = True
             self.sent_away = error_from(order["error"]) if "error" in order else None
@@ -177,6 +210,7 @@ class Agent:
             self.link.send(json.dumps(order).encode())
 
     def _start_template(self) -> None:
+        self.orphans = self.orphans or Orphans()
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pipes = {number: os.pipe() for number in (1, 2)}
         self.template = forked(partial(self._be_template, theirs, pipes))
@@ -242,7 +276,9 @@ class Agent:
         with contextlib.suppress(ProcessLookupError):
             self.runner.handle = os.pidfd_open(pid)
         if self.runner.kill_at is not None:  # stopped before it was started
-            self.signal_runner(signal.SIGKILL)
+            self.runner.send(signal.SIGKILL)
+        for number in self.runner.waiting:
+            self.runner.send(number)
 
     def _relay(self, output: int) -> None:
         """Send what template and workers have printed."""
@@ -262,14 +298,6 @@ class Agent:
 
     # ---- the runner ------------------------------------------------------------------------------------------------
 
-    def signal_runner(self, number: int) -> None:
-        """Pass a signal to the runner, which passes it to the workers. They save at SIGHUP as at SIGTERM, but a host on
-        which `nohup` has started the agent has no handler for it."""
-        number = signal.SIGTERM if number == signal.SIGHUP else number
-        if self.runner is not None and self.runner.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.runner.pid, number)
-
     def _stop(self, seconds: float) -> None:
         """End the workers within some seconds; `_watch_runner` reports when they have."""
         assert self.channel is not None
@@ -277,7 +305,7 @@ class Agent:
             self.channel.send({"say": "stopped"})
             return
         if self.runner.kill_at is None:
-            self.signal_runner(signal.SIGTERM)
+            self.runner.send(signal.SIGTERM)
         self.runner.kill_at = time.monotonic() + seconds
 
     def _watch_runner(self) -> None:
@@ -285,8 +313,8 @@ class Agent:
         if runner is None or self.channel is None:
             return
         if runner.kill_at is not None and time.monotonic() >= runner.kill_at:
-            self.signal_runner(signal.SIGKILL)
-        if runner.pid and not _is_alive(runner):
+            runner.send(signal.SIGKILL)
+        if runner.pid and not _is_alive(runner) and self._have_workers_ended():
             for output in list(self.outputs):
                 self._relay(output)
             if not runner.has_reported and runner.kill_at is None:
@@ -295,12 +323,24 @@ class Agent:
             self.channel.send({"say": "stopped", "generation": runner.generation})
 
     def _end_runner(self) -> None:
-        """Kill the workers now. If their start was ordered, but is not reported yet, the template ends with them."""
-        if self.runner is not None:
-            self.signal_runner(signal.SIGKILL)
-            if not self.runner.pid:
-                self._end_template()
-            self._forget_runner()
+        """Kill the workers, and wait until they have ended. If their start was ordered, but is not reported yet, the
+        template ends with them."""
+        if self.runner is None:
+            return
+        self.runner.send(signal.SIGKILL)
+        if not self.runner.pid:
+            self._end_template()
+        deadline = time.monotonic() + SECONDS_TO_END
+        while _is_alive(self.runner) or not self._have_workers_ended():
+            if time.monotonic() > deadline:
+                print("shoal agent: killed workers do not end on this host", file=sys.stderr, flush=True)
+                break
+            time.sleep(0.002)
+        self._forget_runner()
+
+    def _have_workers_ended(self) -> bool:
+        """Whether all that a runner which has ended has left is ended, too. Its lifeline needs workers that can run."""
+        return self.orphans is None or self.orphans.end(but=self.template)
 
     def _forget_runner(self) -> None:
         if self.runner is not None and self.runner.handle is not None:

@@ -10,6 +10,7 @@ import contextlib
 import ipaddress
 import os
 import pickle
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from shoal.launch.hosts.store.client import open_store
 from shoal.launch.hosts.store.server import prefix_of, store_key
 from shoal.launch.local import fork_is_safe
 from shoal.launch.scratch import scratch_folder
+from shoal.launch.stop_signals import STOP_SIGNALS
 from shoal.launch.worker import saved_path, value_path
 from shoal.launch.worker_group import WorkerGroup
 
@@ -133,6 +135,7 @@ def run_workers(place: HostPlace, work: Work, send: Callable[[Message], None]) -
         )
         try:
             with group.receiving_signals():
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
                 method = "fork" if fork_is_safe() else "forkserver"
                 group.start(method, place.num_local, at_global_rank, (place, work.function, *work.args))
                 group.watch()

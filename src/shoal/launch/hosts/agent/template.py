@@ -22,6 +22,7 @@ from shoal.launch.hosts.agent import token_file
 from shoal.launch.hosts.lifetime import forked
 from shoal.launch.hosts.messages import MOST, Message
 from shoal.launch.hosts.reports import encoded, plain_error
+from shoal.launch.stop_signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from shoal.launch.hosts.agent.runner import Work
@@ -45,7 +46,10 @@ def serve_orders(link: socket.socket, prepare: Prepare, key: bytes) -> int:
             _send(link, {"generation": order["generation"], **token_file.handle(order)})
         else:
             assert make_work is not None
-            pid = forked(partial(_run, order, make_work(order), key, link))
+            work = make_work(order)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the runner can pass them on
+            pid = forked(partial(_run, order, work, key, link))
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             _send(link, {"say": "started", "generation": order["generation"], "pid": pid})
     return 0
 
