@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.blueprint.plan import Plan
-from shoal.elastic.replan import plan_for_ranks
+from shoal.elastic.replan import fits_some_way, plan_for_ranks
 from shoal.errors import RunFailed
 from shoal.launch.failure import Failure
 from shoal.launch.hosts import generation as module
@@ -26,8 +26,8 @@ from tests.rejects import rejects
 class FakeMembers:
     """Hosts that report what a test lets them report, one event a turn."""
 
-    def __init__(self) -> None:
-        self.members = [Member(HostSpec("a", 2)), Member(HostSpec("b", 2))]
+    def __init__(self, names: str = "ab", slots: int = 2) -> None:
+        self.members = [Member(HostSpec(name, slots)) for name in names]
         for member in self.members:
             member.channel = object()  # type: ignore[assignment]
         self.events: list[Any] = []
@@ -37,6 +37,10 @@ class FakeMembers:
         self.shows_plain: Member | None = None
         self.has_begun = False
 
+    @property
+    def usable(self) -> list[Member]:
+        return [member for member in self.members if member.is_here and not member.is_left_out]
+
     def send(self, members: list[Member], message: Any) -> None:
         self.sent += [(member.name, message) for member in members]
         if message["do"] == "stop":
@@ -44,7 +48,11 @@ class FakeMembers:
 
     def turn(self, seconds: float = 0.1) -> list[Any]:
         time.sleep(0.005)
-        return [self.events.pop(0)] if self.events else []
+        happened = [self.events.pop(0)] if self.events else []
+        for member, event in happened:
+            if event["say"] in ("joined", "lost"):
+                member.channel = object() if event["say"] == "joined" else None
+        return happened
 
 
 @pytest.fixture
@@ -54,10 +62,34 @@ def all_hosts(monkeypatch: pytest.MonkeyPatch) -> FakeMembers:
     return FakeMembers()
 
 
-def generation(hosts: FakeMembers, *, names: str = "ab", signals: list[int] | None = None) -> Generation:
-    job = Job(words=["r.yaml"], recipe=None, name="run", grace_period=1.0, start_time=0.0, plan_for=lambda ranks: None)
+def plan_for(num_ranks: int) -> str | None:
+    return str(plan_for_ranks(Plan.parse("dp_replicate=4"), num_ranks, batch=8))
+
+
+def fits(num_ranks: int) -> bool:
+    return fits_some_way(Plan.parse("dp_replicate=4"), num_ranks, batch=8)
+
+
+def job(**more: Any) -> Job:
+    usual = {"plan_for": lambda ranks: None, **more}
+    return Job(words=["r.yaml"], recipe=None, name="run", grace_period=1.0, start_time=0.0, **usual)
+
+
+def generation(
+    hosts: FakeMembers,
+    *,
+    names: str = "ab",
+    signals: list[int] | None = None,
+    given: Job | None = None,
+    timeout: float = 60,
+) -> Generation:
     used = [member for member in hosts.members if member.name in names]
-    return Generation(1, hosts, used, job, ("10.0.0.1", 29401), signals or [], revive=lambda: None)  # type: ignore[arg-type]
+    where = ("10.0.0.1", 29401)
+    return Generation(1, hosts, used, given or job(), where, signals or [], lambda: None, timeout=timeout)  # type: ignore[arg-type]
+
+
+def ended(*, was_stopped: bool, number: int = 1) -> dict[str, Any]:
+    return {"say": "ended", "generation": number, "outcome": "done", "value": {"was_stopped": was_stopped}}
 
 
 def failed(rank: int, what: str, *, number: int = 1, **more: Any) -> dict[str, Any]:
@@ -130,6 +162,86 @@ def test_the_first_signal_of_a_user_while_workers_save_for_a_host_that_is_back(a
         growing.watch()
 
 
+def test_a_host_that_is_back_waits_until_a_plan_fits() -> None:
+    """It had ended the run: three ranks do not divide a batch of 8, and the error left `watch`."""
+    hosts = FakeMembers("abcd", slots=1)
+    a, b, c, d = hosts.members
+    c.channel = d.channel = None
+    hosts.events = [(c, {"say": "joined"}), (d, {"say": "joined"})]
+    hosts.events += [(each, {"say": "prepared", "generation": 1, "plan": "x"}) for each in (c, d)]
+    hosts.events += [(each, ended(was_stopped=True)) for each in (a, b)]
+    with pytest.raises(Grown):
+        generation(hosts, names="ab", given=job(plan_for=plan_for, fits=fits)).watch()
+    assert "host c is back, and waits for others: the plan dp_replicate=4" in hosts.said[0]
+    assert "it fits 1, 2 or 4 ranks" in hosts.said[0]
+    assert [(name, order["do"]) for name, order in hosts.sent] == [
+        *[("c", "prepare"), ("d", "prepare")],
+        *[("a", "signal"), ("b", "signal")],
+    ]
+    assert [order["first_rank"] for _, order in hosts.sent[:2]] == [2, 3]
+    assert hosts.said[1:] == ["hosts c, d are back: saving, to continue on 4 hosts"]
+
+
+def test_one_of_two_hosts_that_are_back_cannot_load_the_job() -> None:
+    hosts = FakeMembers("abcd", slots=1)
+    a, b, c, d = hosts.members
+    c.channel = d.channel = None
+    error = {"title": "", "problems": [["N059", "no recipe", "scp"]], "has_failed": False, "may_pass": False}
+    hosts.events = [(c, {"say": "joined"}), (d, {"say": "joined"})]
+    hosts.events += [
+        (c, {"say": "prepared", "generation": 1}),
+        (d, {"say": "rejected", "generation": 1, "error": error}),
+    ]
+    hosts.events += [(each, ended(was_stopped=False)) for each in (a, b)]
+    assert generation(hosts, names="ab", given=job(plan_for=plan_for, fits=fits)).watch() == {"was_stopped": False}
+    assert [order["do"] for _, order in hosts.sent] == ["prepare", "prepare"]
+
+
+@pytest.mark.parametrize(
+    ("names", "shares_disk", "min_hosts", "expected"),
+    [("abc", True, 1, "ab"), ("abcd", True, 1, "abcd"), ("abc", True, 3, "abc"), ("abc", False, 1, "abc")],
+)
+def test_after_a_loss_as_many_hosts_continue_as_a_plan_fits(
+    names: str, shares_disk: bool, min_hosts: int, expected: str
+) -> None:
+    hosts = FakeMembers(names, slots=1)
+    given = job(plan_for=plan_for, fits=fits)
+    coordinator = Coordinator(hosts, None, given, "none", "", None, 1.0, min_hosts)  # type: ignore[arg-type]
+    coordinator.shares_disk = shares_disk
+    assert "".join(host.name for host in coordinator._hosts_to_use()) == expected
+    assert ["waiting for others: c; the plan" in text for text in hosts.said] == [True] * (expected == "ab")
+
+
+def test_a_host_that_is_stopped_while_workers_save_for_one_that_is_back(all_hosts: FakeMembers) -> None:
+    a, b = all_hosts.members
+    all_hosts.events = [
+        (b, {"say": "joined"}),
+        (b, {"say": "prepared", "generation": 1}),
+        (a, {"say": "signaled", "generation": 1}),
+        (a, ended(was_stopped=True)),
+    ]
+    assert generation(all_hosts, names="a").watch() == {"was_stopped": True}
+
+
+def test_a_host_that_is_lost_after_a_signal_restarts_nothing(all_hosts: FakeMembers) -> None:
+    all_hosts.events = [(all_hosts.members[1], {"say": "lost", "why": "gone"})]
+    with pytest.raises(SystemExit, match="143"):
+        generation(all_hosts, signals=[15]).watch()
+    assert "host b (ranks 2 to 3) is lost: gone" in all_hosts.said[0]
+
+
+def test_a_host_that_does_not_load_the_job_is_named(all_hosts: FakeMembers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent lives and sends heartbeats, but the process that loads the job hangs."""
+    monkeypatch.setattr(module, "SECONDS_TO_NOTE", 0.1)
+    a, b = all_hosts.members
+    all_hosts.events = [(a, {"say": "prepared", "generation": 1, "plan": "x"})]
+    hung = generation(all_hosts, timeout=0.3)
+    with rejects("N057", "host b (ranks 2 to 3) did not load the job within launch.timeout, 0.3 s", kind=RunFailed):
+        hung.prepare()
+    assert all_hosts.said == ["waiting for b to load the job"]
+    assert hung.rejected_by is b  # a run that has begun continues without it
+
+
 def test_a_host_that_joins_again_has_stopped(all_hosts: FakeMembers, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = all_hosts.members
     monkeypatch.setattr(module, "SECONDS_TO_END", 0.5)
@@ -173,7 +285,6 @@ def test_a_returned_host_that_cannot_run_the_job_is_left_out(all_hosts: FakeMemb
 def test_which_host_a_run_can_do_without(
     all_hosts: FakeMembers, rejects_it: str, had_run: str, min_hosts: int, expected: bool
 ) -> None:
-    all_hosts.usable = all_hosts.members  # type: ignore[attr-defined]
     coordinator = Coordinator(all_hosts, None, None, "none", "", None, 1.0, min_hosts)  # type: ignore[arg-type]
     coordinator.experienced = {each for each in all_hosts.members if each.name in had_run}
     (host,) = (each for each in all_hosts.members if each.name == rejects_it)

@@ -22,13 +22,18 @@ def plan_for_ranks(plan: Plan, world_size: int, batch: int) -> Plan:
     for candidate in _candidates(plan):
         if fits(candidate, world_size, batch):
             return candidate.resolve(world_size)
-    numbers = [each for each in range(1, 2 * world_size) if any(fits(plan, each, batch) for plan in _candidates(plan))]
+    numbers = [each for each in range(1, 2 * world_size) if fits_some_way(plan, each, batch)]
     fewer = f"; it fits {listed(numbers)} ranks" if numbers else ""
     raise ShoalError(
         f"the plan {plan.brief()} with batch {batch} does not fit the {world_size} ranks that are left{fewer}",
         fix="--plan auto; or give the same command again when the lost host is back",
         code="N064",
     )
+
+
+def fits_some_way(plan: Plan, world_size: int, batch: int) -> bool:
+    """Whether `plan_for_ranks` finds a plan."""
+    return any(fits(candidate, world_size, batch) for candidate in _candidates(plan))
 
 
 def fits(plan: Plan, world_size: int, batch: int) -> bool:

@@ -16,7 +16,7 @@ from shoal.cli.agent.lead import lead
 from shoal.cli.agent.prepare import TrainVerb
 from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
 from shoal.config.recipe import Recipe
-from shoal.elastic.replan import plan_for_ranks
+from shoal.elastic.replan import fits_some_way, plan_for_ranks
 from shoal.elastic.restart import RestartBudget, with_restarts
 from shoal.errors import ShoalError, raise_if
 from shoal.launch.hosts.agent.join import run_agent
@@ -35,13 +35,15 @@ def train_on_hosts(
     hosts = read_hosts(options.hosts, default_slots=recipe.launch.nproc)
     ssh = options.ssh or os.environ.get("SHOAL_SSH") or SSH
     raise_if(check_names(hosts, partial(is_reached, template=ssh)))
+    all_ranks = sum(host.slots for host in hosts)
     job = Job(
         words=words,
         recipe=None if options.recipe is None else hashlib.sha256(options.recipe.read_bytes()).hexdigest(),
         name=secrets.token_hex(8),
         grace_period=recipe.launch.grace_period,
         start_time=start_time,
-        plan_for=partial(_plan_for, recipe, sum(host.slots for host in hosts)),
+        plan_for=partial(_plan_for, recipe, all_ranks),
+        fits=partial(_fits, recipe, all_ranks),
     )
 
     def be_agent(address: tuple[str, int], key: str, name: str) -> int:
@@ -80,9 +82,20 @@ def place_on_hosts(text: str | None, nproc: int | None) -> Placement:
 
 def _plan_for(recipe: Recipe, all_ranks: int, world_size: int) -> str | None:
     """The plan for the ranks that are left; None: that of the command, or the planner's."""
-    if world_size == all_ranks or recipe.run.planned:
+    if _stays(recipe, all_ranks, world_size):
         return None
     return str(plan_for_ranks(recipe.plan, world_size, recipe.data.global_batch))
+
+
+def _fits(recipe: Recipe, all_ranks: int, world_size: int) -> bool:
+    """Whether there is a plan for the ranks that are left; that of the planner is not known yet."""
+    stays = _stays(recipe, all_ranks, world_size)
+    return stays or fits_some_way(recipe.plan, world_size, recipe.data.global_batch)
+
+
+def _stays(recipe: Recipe, all_ranks: int, world_size: int) -> bool:
+    """Whether the agents get the plan of the command as it is; `auto` is planned there."""
+    return world_size == all_ranks or bool(recipe.run.planned)
 
 
 def _min_hosts(wanted: int | None, num_hosts: int) -> int:

@@ -19,7 +19,7 @@ from shoal.blueprint.plan import Plan
 from shoal.comm.rendezvous.key import Key
 from shoal.errors import RUN_FAILED, ShoalError
 from shoal.launch.hosts.etcd.leadership import LostLead
-from shoal.launch.hosts.generation import Generation, Grown, Job, check_shared_folder
+from shoal.launch.hosts.generation import SECONDS_TO_NOTE, Generation, Grown, Job, check_shared_folder
 from shoal.launch.hosts.hostlist import HostSpec
 from shoal.launch.hosts.lifetime import forked
 from shoal.launch.hosts.members import TURN, Member, Members
@@ -28,8 +28,6 @@ from shoal.launch.hosts.ssh import NOBODY, Command, start_agent, why_ended
 from shoal.launch.hosts.store.process import StoreProcess, close_all_but
 from shoal.launch.stop_signals import STOP_SIGNALS, queueing_signals
 
-SECONDS_TO_NOTE = 8.0
-"""Seconds after which hosts that have not joined are named."""
 FENCE = 1.0
 """Seconds after a host is lost before a generation without it starts."""
 SECONDS_TO_GATHER = 0.6
@@ -74,7 +72,7 @@ class Coordinator:
     """Hosts and plan of the last generation."""
     next_record: float = 0.0
     experienced: set[Member] = field(default_factory=set)
-    """The hosts that have run the job."""
+    """The hosts that have run the job, and were not lost since."""
     next_revival: float = 0.0
     commands: dict[Member, Command] = field(default_factory=dict)
     local_agents: dict[Member, int] = field(default_factory=dict)
@@ -95,12 +93,23 @@ class Coordinator:
             self.wait_for_hosts(least=len(self.members.members) if self.number < 0 else self.min_hosts)
             self.number += 1
             with contextlib.suppress(Grown):
-                return self._run_generation(self.members.usable)
+                return self._run_generation(self._hosts_to_use())
+
+    def _hosts_to_use(self) -> list[Member]:
+        """The hosts of the next generation: all that are usable, or as many of them as a plan fits."""
+        usable = self.members.usable
+        # Without a shared disk, a host that is left out may hold the only copy of a shard.
+        hosts = self.job.fitting(usable, self.min_hosts if self.shares_disk else len(usable)) or usable
+        if len(hosts) < len(usable):
+            names = ", ".join(host.name for host in usable[len(hosts) :])
+            self.members.say(f"waiting for others: {names}; {self.job.why_not(usable)}")
+        return hosts
 
     def _run_generation(self, hosts: list[Member]) -> Any:
         generation = Generation(
             self.number, self.members, hosts, self.job, self.store.address, self.signals,
-            lambda: self._turn(generation), saved_before=self.num_saved, shares_disk=self.shares_disk,
+            lambda: self._turn(generation), timeout=self.timeout, shares_disk=self.shares_disk,
+            saved_before=self.num_saved,
         )  # fmt: skip
         try:
             generation.check_network()
@@ -130,6 +139,7 @@ class Coordinator:
             raise
         finally:
             self.num_saved = max(self.num_saved, generation.saved_step or 0)
+            self.experienced.intersection_update(self.members.present)
 
     def _turn(self, generation: Generation) -> None:
         """Start missing agents, and record a newer saved step: a run that is taken over must not start at step 0."""

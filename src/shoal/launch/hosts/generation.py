@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,16 @@ SECONDS_TO_STOP = 1.0
 """Seconds between SIGTERM and SIGKILL for ranks of other hosts, when one has failed."""
 SECONDS_TO_END = 10.0
 """Seconds that an agent may take to report that its workers have ended, after the order to end them."""
+SECONDS_TO_NOTE = 8.0
+"""Seconds after which hosts that are waited for are named."""
+TASKS: Mapping[str, str] = {
+    "listening": "listen at a port",
+    "reached": "connect to the other hosts",
+    "prepared": "load the job",
+    "token written": "write a file beside the checkpoints",
+    "token found": "look for a file beside the checkpoints",
+}
+"""Report → what a host has to do before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +58,23 @@ class Job:
     grace_period: float
     start_time: float
     plan_for: Callable[[int], str | None]
-    """The plan for a number of ranks; None: that of the command."""
+    """The plan for a number of ranks; None: that of the command. Raises if none fits them."""
+    fits: Callable[[int], bool] = lambda num_ranks: True
+    """Whether a plan fits a number of ranks. `plan_for` takes longer to say what would fit."""
+
+    def fitting(self, hosts: Sequence[Member], least: int = 1) -> list[Member]:
+        """As many of some hosts as have ranks that a plan fits, from the first one on; empty: none of them."""
+        counts = range(len(hosts), least - 1, -1)
+        most = next((count for count in counts if self.fits(num_ranks(hosts[:count]))), 0)
+        return list(hosts[:most])
+
+    def why_not(self, hosts: Sequence[Member]) -> str:
+        """Why no plan fits the ranks of some hosts; empty: one does."""
+        try:
+            self.plan_for(num_ranks(hosts))
+        except ShoalError as error:
+            return error.problems[0].what
+        return ""
 
 
 class Grown(Exception):
@@ -68,6 +94,8 @@ class Generation:
     """Received signals that are still to be handled."""
     revive: Callable[[], None]
     """Called in each turn: starts the agents of hosts that are missing, and records saved steps."""
+    timeout: float = 600.0
+    """Seconds that a host may take to load the job, and for each other order before the start."""
     shares_disk: bool = True
     """Whether all hosts see the same directory of checkpoints."""
     saved_before: int = 0
@@ -84,15 +112,19 @@ class Generation:
     """The host that has rejected the job."""
     grows: bool = False
     """Whether the workers were stopped because a host has come back."""
+    is_ending: bool = False
+    """Whether the agent of a host has got a stop signal, which it has passed on to its workers."""
+    newcomers: dict[Member, bool] = field(default_factory=dict)
+    """Host that has come back → whether it has loaded the job."""
 
     @property
     def world_size(self) -> int:
         """The number of ranks on all hosts."""
-        return sum(host.spec.slots for host in self.hosts)
+        return num_ranks(self.hosts)
 
     def first_rank(self, host: Member) -> int:
         """The first rank on a host."""
-        return sum(each.spec.slots for each in self.hosts[: self.hosts.index(host)])
+        return num_ranks(self.hosts[: self.hosts.index(host)])
 
     def ranks(self, host: Member) -> str:
         """The ranks on a host, in words."""
@@ -152,9 +184,16 @@ class Generation:
         }  # fmt: skip
 
     def collect(self, found: dict[Member, Message], what: str, *, of: Sequence[Member] | None = None) -> None:
-        """Wait until every host, or each of some, has reported something."""
-        while len(found) < len(self.hosts if of is None else of):
+        """Wait until every host, or each of some, has reported something; raises if one takes too long."""
+        began, is_noted = time.monotonic(), False
+        while missing := [host for host in of or self.hosts if host not in found]:
             self._raise_on_signal()
+            waited = time.monotonic() - began
+            if waited > self.timeout:
+                raise self._late(missing[0], what)
+            if waited > SECONDS_TO_NOTE and not is_noted:
+                is_noted = True
+                self.all.say(f"waiting for {', '.join(host.name for host in missing)} to {TASKS[what]}")
             for host, event in self.all.turn():
                 if host not in self.hosts:
                     continue
@@ -169,6 +208,13 @@ class Generation:
         """A problem of the command is one of all hosts; the name of the host says where it was found first."""
         self.rejected_by = host
         return error_from(event["error"], host=host.name if len(self.hosts) > 1 else "")
+
+    def _late(self, host: Member, what: str) -> RunFailed:
+        """A host that answers, but does not do what it has to before the start: it would hang again after a restart."""
+        self.rejected_by = host
+        late = f"host {host.name} ({self.ranks(host)}) did not {TASKS[what]} within launch.timeout, {self.timeout:g} s"
+        fix = f"look for a file system or a download that hangs there; or --launch.timeout {2 * self.timeout:g}"
+        return RunFailed(late, fix=fix, code="N057")
 
     def _compare(self) -> None:
         lead = self.hosts[0]
@@ -211,7 +257,7 @@ class Generation:
         while len(self.done) < len(self.hosts):
             for host, event in self.all.turn():
                 self._note(host, event)
-                self._welcome_back(host, event)
+                welcome_back(self, host, event)
             self.revive()
             self._pass_on_signals()
             if self.failures:
@@ -220,12 +266,16 @@ class Generation:
                 if time.monotonic() > first_seen + (SETTLE_ON_ECHO if candidate.is_echo else SETTLE):
                     # Ranks that wait for a lost host in a collective act on no SIGTERM.
                     self.stop_all(0.0 if candidate.code == "N057" else SECONDS_TO_STOP)
-                    raise self._outcome()
+                    outcome = self._outcome()
+                    if self.passed_on is None or not getattr(outcome, "may_pass", False):
+                        raise outcome
+                    self.all.say(f"{outcome}\n  not restarted: the run was being stopped")
+                    raise interruption(self.passed_on)
         killed = next((event["signal"] for event in self.done.values() if event["outcome"] == "killed"), None)
         if killed is not None:
             if self.grows:  # they took too long to save: all continue from the last checkpoint
                 raise Grown
-            raise KeyboardInterrupt if killed == signal.SIGINT else SystemExit(128 + int(killed))
+            raise interruption(int(killed))
         value = self.done[self.hosts[0]]["value"]
         if self.grows and value["was_stopped"]:
             raise Grown
@@ -242,28 +292,13 @@ class Generation:
                 self.failures.append((failure, event, host))
         elif event["say"] == "ended":
             self.done[host] = event
+        elif event["say"] == "signaled":  # the run ends with its last save, also if that was made to let a host in
+            self.grows, self.is_ending = False, True
         elif event["say"] in ("stopped", "joined"):  # an agent ends its workers before it joins again
             self.stopped.add(host)
         elif event["say"] in ("lost", "runner ended", "template ended") and host not in self.done:
             why = str(event.get("why", "its processes were killed"))
             self.failures.append((self._loss(host, why), {}, host))
-
-    def _welcome_back(self, host: Member, event: Message) -> None:
-        """Let a host that has come back load the job; then save, and end this generation for one with that host."""
-        if host in self.hosts or self.passed_on is not None:
-            return
-        if event["say"] == "joined":
-            larger = [each for each in self.all.members if each in self.hosts or each is host]
-            wider = replace(self, number=self.number, hosts=larger)
-            self.all.send([host], wider.order_to_prepare(host))
-        elif event["say"] == "rejected":
-            host.is_left_out = True
-            error = error_from(event["error"], host=host.name)
-            self.all.say(f"{error}\n  host {host.name} is left out until its agent joins again")
-        elif event["say"] == "prepared" and not self.grows:
-            self.grows = True
-            self.all.say(f"host {host.name} is back: saving, to continue on {len(self.hosts) + 1} hosts")
-            self.all.send(self.hosts, {"do": "signal", "number": int(signal.SIGTERM)})
 
     def _loss(self, host: Member, why: str) -> Failure:
         what = f"host {host.name} ({self.ranks(host)}) is lost: {why}"
@@ -309,7 +344,7 @@ class Generation:
     def _raise_on_signal(self) -> None:
         if self.signals:
             number = self.signals.pop(0)
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+            raise interruption(number)
 
     def _pass_on_signals(self) -> None:
         if self.signals:
@@ -317,13 +352,56 @@ class Generation:
             was_stopped, self.grows = self.grows, False
             if self.passed_on is not None:  # a second signal kills
                 self.stop_all(0.0)
-                raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+                raise interruption(number)
             self.passed_on, self.kill_at = number, time.monotonic() + self.job.grace_period + 5.0
             if not was_stopped:  # workers that already save to let a host in would be killed by a second signal
                 self.all.send(self.hosts, {"do": "signal", "number": number})
         if self.kill_at is not None and time.monotonic() > self.kill_at and self.passed_on is not None:
             self.stop_all(0.0)
-            raise KeyboardInterrupt if self.passed_on == signal.SIGINT else SystemExit(128 + self.passed_on)
+            raise interruption(self.passed_on)
+
+
+def num_ranks(hosts: Sequence[Member]) -> int:
+    """The number of ranks on some hosts."""
+    return sum(host.spec.slots for host in hosts)
+
+
+def interruption(number: int) -> BaseException:
+    """What a signal raises that ends the run before its last save."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def welcome_back(generation: Generation, host: Member, event: Message) -> None:
+    """Let hosts that have come back load the job. Then all save, and the next generation is one with these hosts."""
+    hosts, newcomers, job, members = generation.hosts, generation.newcomers, generation.job, generation.all
+    report = event["say"]
+    if host in hosts or generation.passed_on is not None or generation.is_ending:
+        return
+    if report in ("joined", "lost", "rejected"):
+        newcomers.pop(host, None)
+    if report == "rejected":
+        host.is_left_out = True
+        error = error_from(event["error"], host=host.name)
+        members.say(f"{error}\n  host {host.name} is left out until its agent joins again")
+    elif report == "prepared":
+        newcomers[host] = True
+    least = len(hosts) if generation.shares_disk else len(members.usable)
+    larger = job.fitting(members.usable, least)
+    if num_ranks(larger) <= generation.world_size:
+        if report == "joined":
+            members.say(f"host {host.name} is back, and waits for others: {job.why_not(members.usable)}")
+        return
+    wider = replace(generation, hosts=larger)
+    for each in larger:
+        if each not in hosts and each not in newcomers:
+            newcomers[each] = False
+            members.send([each], wider.order_to_prepare(each))
+    if not generation.grows and all(each in hosts or newcomers[each] for each in larger):
+        generation.grows = True
+        names = [each.name for each in larger if each not in hosts]
+        back = f"host {names[0]} is back" if len(names) == 1 else f"hosts {', '.join(names)} are back"
+        members.say(f"{back}: saving, to continue on {len(larger)} hosts")
+        members.send(hosts, {"do": "signal", "number": int(signal.SIGTERM)})
 
 
 def check_shared_folder(generation: Generation) -> None:
