@@ -17,7 +17,7 @@ import platform
 import re
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,12 @@ LAST = 2**16
 
 def check_run(path: Path) -> list[Finding]:
     """The findings of the run in a directory."""
-    if not (path / "environment.json").is_file():
-        fix = "shoal doctor runs/NAME   # or: shoal doctor RECIPE"
-        raise ShoalError(f"{str(path)!r} holds no run of shoal", fix=fix, code="N100")
+    try:
+        (path / "environment.json").stat()
+    except OSError as error:
+        what = f"{str(path)!r} holds no run of shoal: environment.json: {error.strerror}"
+        fix = "shoal doctor runs/NAME   # as the user of the run; or: shoal doctor RECIPE"
+        raise ShoalError(what, fix=fix, code="N100") from None
     found = list(_progress(path))
     pid = holder_of(path / "lock")
     if pid is None:
@@ -156,8 +159,8 @@ def _verdict(path: Path, after: Mapping[int, dict[str, Any]], pids: Mapping[int,
     from shoal.launch.watch.verdict import verdict
 
     now = time.monotonic()
-    still = max(WINDOW, _age(path / "metrics.jsonl"))
-    timeout = float(_timeout(path))
+    still = _still(path, after.values())
+    timeout = _setting(path, "launch", "timeout", 600.0)
     readings = {rank: Reading.parse(beat, age=now - float(beat["beat"]), still=still) for rank, beat in after.items()}
     states = {rank: read_state(pids[rank]) for rank in after if rank in pids}
     found = verdict(readings, states, Thresholds(timeout))
@@ -167,7 +170,24 @@ def _verdict(path: Path, after: Mapping[int, dict[str, Any]], pids: Mapping[int,
         return warning("ranks", evidence, f"wait, and look again; or {where}")
     problem = problem_of(found, num_ranks=len(after), timeout=timeout)
     look = f"py-spy dump --pid {pids[found.rank]}   # " if found.rank in pids else ""
-    return will_fail("ranks", f"{problem.what} [{problem.code}]", f"{look}{problem.fix}")
+    kind = will_fail if found.is_final else warning  # one that is not may continue: rank 0 saves, a model compiles
+    return kind("ranks", f"{problem.what} [{problem.code}]", f"{look}{problem.fix}")
+
+
+def _still(path: Path, beats: Collection[Mapping[str, Any]]) -> float:
+    """Seconds for which nothing has moved, as far as is known: at least those of the observation.
+
+    A rank that stands still writes when it entered its last collectives. One that has not ended is waited for since
+    then. Otherwise the ranks may compute, or wait for messages, of which no time is written. Then they have stood still
+    no longer than since the last collective, and since the next line of the metrics was due.
+    """
+    tickets = [ticket for beat in beats for ticket in beat["tickets"]]
+    since_entered = time.time() - max((int(ticket["nanoseconds"]) for ticket in tickets), default=0) / 1e9
+    if not all(ticket["is_done"] for ticket in tickets):
+        return max(WINDOW, since_entered)
+    steps = _setting(path, "run", "log_every", 1.0)
+    overdue = _age(path / "metrics.jsonl") - steps * max(float(beat["median"]) for beat in beats)
+    return max(WINDOW, min(since_entered, overdue))
 
 
 def holder_of(lock: Path) -> int | None:
@@ -188,7 +208,7 @@ def board_of(pid: int) -> Path | None:
     except OSError:
         return None
     found = re.search(r"(/\S*/shoal-launch-\S*/heartbeats)$", text, re.MULTILINE)
-    return Path(found[1]) if found and Path(found[1]).is_file() else None
+    return Path(found[1]) if found and os.path.isfile(found[1]) else None
 
 
 def ranks_of(folder: Path) -> dict[int, int]:
@@ -225,11 +245,11 @@ def _mapping(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _timeout(path: Path) -> float:
-    """`launch.timeout` of the stored recipe."""
+def _setting(path: Path, section: str, name: str, usual: float) -> float:
+    """A number of the stored recipe."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return float(parse_yaml(read_text(path / "recipe.yaml", fix=""), "recipe.yaml", fix="")["launch"]["timeout"])
-    return 600.0
+        return float(parse_yaml(read_text(path / "recipe.yaml", fix=""), "recipe.yaml", fix="")[section][name])
+    return usual
 
 
 def _age(path: Path) -> float:
