@@ -117,8 +117,7 @@ def _check(options: Doctor, reading: RecipeReading, arguments: Sequence[str]) ->
         ranks = hosts[0].slots if hosts else world_size
         needs = of_recipe.Needs(recipe=recipe, ranks=ranks, world_size=world_size, predicted=answer.predicted)
         ours = run_checks(list(of_recipe.checks(needs)))
-        known = {each.check for each in ours}
-        findings = [*answer.findings, *ours, *(each for each in findings if each.check not in known)]
+        findings = [*answer.findings, *ours, *_not_covered(findings, ours)]
         if options.recipe is not None:
             findings = [replace(each, fix=each.fix.replace("RECIPE", str(options.recipe))) for each in findings]
     if hosts:
@@ -127,6 +126,15 @@ def _check(options: Doctor, reading: RecipeReading, arguments: Sequence[str]) ->
     parts = [f"recipe {options.recipe or 'of the command line'}"] if has_recipe else []
     title = ", ".join([*parts, f"hosts {', '.join(each.name for each in hosts)}" if hosts else f"host {name}"])
     return title, findings
+
+
+def _not_covered(of_host: Sequence[Finding], ours: Sequence[Finding]) -> list[Finding]:
+    """The findings of the host, without those of which a check of the recipe has the same name and one as bad."""
+    return [
+        each
+        for each in of_host
+        if not any(own.check == each.check and by_severity([own, each])[0] is own for own in ours)
+    ]
 
 
 def _has_recipe(options: Doctor, arguments: Sequence[str]) -> bool:
