@@ -55,6 +55,8 @@ class Peer:
     """The findings about a recipe's paths there, and how large its data is."""
     said: bytearray = field(default_factory=bytearray)
     """Output that was not read as an answer."""
+    number: int = 0
+    """That of the last request."""
 
     @property
     def name(self) -> str:
@@ -62,14 +64,15 @@ class Peer:
         return self.spec.bare_name
 
     def ask(self, **asked: Any) -> None:
-        """Send a request."""
+        """Send a request. Answers to those before it are no longer read: they came too late."""
+        self.number += 1
         assert self.command.process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended: there will be no answer
-            self.command.process.stdin.write(json.dumps(asked).encode() + b"\n")
+            self.command.process.stdin.write(json.dumps({**asked, "number": self.number}).encode() + b"\n")
             self.command.process.stdin.flush()
 
     def answer(self, seconds: float) -> dict[str, Any] | None:
-        """The answer to the oldest request; None: there is none."""
+        """The answer to the last request; None: there is none."""
         deadline = time.monotonic() + seconds
         while True:
             has_ended = self.command.process.poll() is not None
@@ -78,7 +81,8 @@ class Peer:
                 if line.startswith(MARK.encode()) and line.endswith(b"\n"):
                     del self.said[: self.said.index(line) + len(line)]
                     found: dict[str, Any] = json.loads(line)["peer"]
-                    return found
+                    if found.get("number", self.number) == self.number:  # other versions of shoal send none
+                        return found
             if has_ended or time.monotonic() > deadline:
                 self.command.said[:] = self.said[-MOST_SAID:]
                 return None
@@ -308,9 +312,13 @@ def _shared_directory(peers: Sequence[Peer], folder: Path) -> Iterator[Finding]:
     except OSError as error:
         yield will_fail("shared directory", f"{folder}: {error.strerror}", "cd SOMEWHERE_ELSE")
         return
-    blind = [name for name, said in answers.items() if not (said and said["sees"])]
+    silent = [name for name, said in answers.items() if said is None]
+    blind = [name for name, said in answers.items() if said is not None and not said["sees"]]
+    if silent:
+        evidence = f"{', '.join(silent)} gave no answer for {LINK_SECONDS:g} s, so {folder.resolve()} is not compared"
+        yield warning("shared directory", evidence, f"ssh {silent[0]} ls {shlex.quote(str(folder.resolve()))}")
     if blind:
         evidence = f"{', '.join(blind)} does not see what this host writes to {folder.resolve()}"
         yield warning("shared directory", evidence, "--checkpoint.dir A_SHARED_DIRECTORY   # or s3://bucket/run")
-    else:
+    elif not silent:
         yield ok("shared directory", f"{folder.resolve()} is the same on all hosts")

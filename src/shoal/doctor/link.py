@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import ipaddress
+import queue
 import secrets
 import socket
 import struct
@@ -61,6 +62,26 @@ def _answer(connection: socket.socket, token: bytes) -> None:
             connection.sendall(b"l")
 
 
+def _address(name: str, port: int) -> str:
+    """The address of a host. A name server that does not answer holds a thread, not this process."""
+    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def resolve() -> None:
+        try:
+            found.put(socket.getaddrinfo(name, port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+        except (OSError, UnicodeError) as error:
+            found.put(error)
+
+    threading.Thread(target=resolve, daemon=True).start()
+    try:
+        address = found.get(timeout=SECONDS)
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(address, Exception):
+        raise address
+    return str(address)
+
+
 def reach(name: str, port: int, token: bytes) -> dict[str, Any]:
     """Connect to a host by its name, and send a small and a large message.
 
@@ -72,7 +93,7 @@ def reach(name: str, port: int, token: bytes) -> dict[str, Any]:
     """
     said: dict[str, Any] = {"failed": "name", "why": "", "address": "", "interface": "", "seconds": 0.0, "rate": 0.0}
     try:
-        said["address"] = socket.getaddrinfo(name, port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+        said["address"] = _address(name, port)
         said["interface"] = interface_towards(said["address"]) or ""
         if ipaddress.ip_address(said["address"]).is_loopback:
             return {**said, "why": "it is the loopback of this host"}

@@ -5,7 +5,8 @@
     ►  {"reach": [["b", 41233], ...]}                 ◄  {"reached": [...]}, see `link.reach`
     ►  {"see": "/a/file", "text": "..."}              ◄  {"sees": true}
 
-It ends when its standard input does.
+A request has a number, which its answer repeats: a late answer is not taken for that of the next request. The process
+ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main() -> int:
             said = _first_answer(token, asked.get("look"))
         else:
             said = _answer(asked, token)
-        print(f"{MARK}{json.dumps(said)}}}", flush=True)
+        print(f"{MARK}{json.dumps({**said, 'number': asked.get('number', 0)})}}}", flush=True)
     return 0
 
 
