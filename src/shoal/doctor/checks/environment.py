@@ -45,13 +45,13 @@ def hub_cache() -> Path | None:
     if named:
         return Path(named).expanduser()
     usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface/hub"
-    return usual if usual.is_dir() else None
+    return usual if os.path.isdir(usual) else None
 
 
 def cache(path: Path) -> Iterator[Finding]:
     """Ranks of a host download a model once, if they can write there; without a network it must be there already."""
     if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in OFFLINE):
-        models = [each for each in path.glob("models--*") if each.is_dir()] if path.is_dir() else []
+        models = [each for each in path.glob("models--*") if os.path.isdir(each)] if os.path.isdir(path) else []
         if not models:
             evidence = f"{next(name for name in OFFLINE if os.environ.get(name))} is set, and {path} holds no model"
             fix = f"unset {' '.join(OFFLINE)}   # or HF_HOME=A_FOLDER_WITH_MODELS"

@@ -42,7 +42,8 @@ def directory_check(name: str, path: Path, fix: str, needed: int = 0) -> Check:
 
 def nearest_existing(path: Path) -> Path:
     """The directory itself, or the first of its parents that exists: the others will be made in it."""
-    return next(each for each in (path, *path.absolute().parents) if each.exists())
+    # Path.exists would raise without permission.
+    return next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
 
 
 def writable(name: str, path: Path, fix: str, needed: int = 0) -> Iterator[Finding]:
