@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from typing import Any
 import pytest
 
 from shoal.doctor.bounded import Check, run_checks
-from shoal.doctor.checks import cores, files, gpu, memory, network, versions
+from shoal.doctor.checks import cores, environment, files, gpu, memory, network, versions
 from shoal.doctor.checks.nvml import Driver, Gpu, NvmlError, read_driver
 from shoal.doctor.finding import Finding, Level, ok
 from shoal.doctor.host import host_checks
@@ -146,7 +147,7 @@ def test_a_check_that_hangs_crashes_or_raises_hides_no_other() -> None:
 def test_hanging_file_systems_and_drivers_will_fail(tmp_path: Path) -> None:
     slow_files = files.directory_check("checkpoints", tmp_path, "--checkpoint.dir OTHER")
     slow_driver = next(gpu.checks())
-    of_driver = Level.FAIL if Path("/dev/nvidia0").exists() else Level.WARNING
+    of_driver = Level.FAIL if gpu.device_files() else Level.WARNING
     for each, word, level in ((slow_files, str(tmp_path), Level.FAIL), (slow_driver, "NVML", of_driver)):
         only(run_checks([Check(each.name, hang, 0.1, each.on_timeout)]), level, word, "0.1 s")
 
@@ -242,7 +243,7 @@ def group(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         folder.mkdir(parents=True, exist_ok=True)
         (folder / (old if is_old else new)).write_text(text if is_old else new_text or text)
 
-    for name in ("limit", "used", "reclaimable", "oom_kills", "most_processes", "cores"):
+    for name in ("limit", "room", "oom_kills", "most_processes", "cores"):
         function = getattr(cgroup, name)
         monkeypatch.setattr(cgroup, name, lambda function=function: function(tmp_path, own))
     return write
@@ -265,6 +266,31 @@ def test_the_cores_of_a_control_group(group: Callable[..., None], monkeypatch: p
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     only(list(cores.cores()), Level.WARNING, "cpu.max is 0.5 of 8 cores", "--cpus=8")
+
+
+def test_limits_of_the_groups_around_the_own_one(group: Callable[..., None], tmp_path: Path) -> None:
+    """A group of its own without limits, in one of the job that has them: what all of the job uses counts."""
+    group("memory", "memory.limit_in_bytes", "memory.max", f"{64 * 2**30}\n")
+    group("memory", "memory.usage_in_bytes", "memory.current", f"{60 * 2**30}\n")
+    cached = f"inactive_file {2**30}\n"
+    group("memory", "memory.stat", "memory.stat", f"inactive_file 0\ntotal_{cached}", new_text=cached)
+    group("cpu", "cpu.cfs_quota_us", "unused", "200000\n")
+    group("cpu", "cpu.cfs_period_us", "cpu.max", "100000\n", new_text="200000 100000\n")
+    group("pids", "pids.max", "pids.max", "100\n")
+    own = tmp_path / "own"
+    own.write_text(own.read_text().replace("/job", "/job/task"))
+    is_old = (tmp_path / "memory").is_dir()
+    for controller, name, text in (
+        ("memory", "memory.usage_in_bytes" if is_old else "memory.current", f"{2**30}\n"),
+        ("cpu", "cpu.cfs_quota_us" if is_old else "cpu.max", "-1\n" if is_old else "max 100000\n"),
+        ("cpu", "cpu.cfs_period_us" if is_old else "unused", "100000\n"),
+        ("pids", "pids.max", "max\n"),
+    ):
+        folder = tmp_path / controller / "job/task" if is_old else tmp_path / "job/task"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    assert (cgroup.cores(), cgroup.most_processes(), cgroup.limit()) == (2.0, 100, 64 * 2**30)
+    assert cgroup.room() == (5 * 2**30, 64 * 2**30)
 
 
 KILLED_BESIDE = """
@@ -310,6 +336,14 @@ def writable(path: Path, needed: int = 0) -> Callable[[], Iterator[Finding]]:
     return lambda: files.writable("checkpoints", path, "--checkpoint.dir OTHER", needed)
 
 
+def open_for_all(folder: Path) -> None:
+    """Let other users enter a folder of pytest."""
+    os.chmod(folder, 0o755)
+    for parent in [each for each in folder.parents if each.stat().st_uid == os.geteuid()]:
+        if not parent.stat().st_mode & 0o001:
+            os.chmod(parent, parent.stat().st_mode | 0o011)
+
+
 @is_root
 def test_directories_that_cannot_be_written(tmp_path: Path) -> None:
     def read_only() -> None:
@@ -319,12 +353,25 @@ def test_directories_that_cannot_be_written(tmp_path: Path) -> None:
     only(after(read_only, writable(tmp_path / "new")), Level.FAIL, "Read-only file system", "would be made in it")
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o500)
-    os.chmod(tmp_path, 0o755)
-    for parent in [each for each in tmp_path.parents if each.stat().st_uid == os.geteuid()]:
-        if not parent.stat().st_mode & 0o001:
-            os.chmod(parent, parent.stat().st_mode | 0o011)
+    open_for_all(tmp_path)
     os.chown(closed, 65534, 65534)
     only(after(lambda: os.setuid(65534), writable(closed)), Level.FAIL, "Permission denied", "--checkpoint.dir OTHER")
+
+
+@is_root
+def test_directories_behind_one_that_cannot_be_entered(tmp_path: Path) -> None:
+    """`Path.exists` raises there: it was a warning to report a bug, of a check that had failed itself."""
+    closed = tmp_path / "closed"
+    (closed / "in").mkdir(parents=True)
+    closed.chmod(0o700)
+    open_for_all(tmp_path)
+    other_user = lambda: os.seteuid(65534)  # noqa: E731
+    only(after(other_user, writable(closed / "in/checkpoints")), Level.FAIL, "Permission denied", "would be made in it")
+    assert after(lambda: (os.environ.update(XDG_CACHE_HOME=str(closed)), other_user()), environment_checks) == []
+
+
+def environment_checks() -> Iterator[Finding]:
+    return (each for each in run_checks(list(environment.checks())) if each.check == "HF cache")
 
 
 @is_root
@@ -381,6 +428,32 @@ def test_a_clock_that_was_never_set(monkeypatch: pytest.MonkeyPatch) -> None:
     only(list(cores.clock()), Level.WARNING, "it says", "timedatectl")
 
 
+def test_a_clock_of_which_nothing_is_known_has_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    for code, levels in ((-1, []), (0, [Level.OK]), (5, [Level.HINT])):
+        library = type("Library", (), {"adjtimex": lambda _, __, code=code: code})
+        monkeypatch.setattr(ctypes, "CDLL", lambda _, library=library: library())
+        assert [each.level for each in cores.clock()] == levels
+
+
+@pytest.mark.parametrize(
+    ("scope", "capabilities", "level"),
+    [
+        ("0", "0", Level.OK),
+        ("1", "80000", Level.OK),
+        ("1", "0", Level.HINT),  # root of a container, without CAP_SYS_PTRACE
+        ("3", "1ffffffffff", Level.HINT),
+    ],
+)
+def test_the_right_to_read_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: str, capabilities: str, level: Level
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/py-spy")
+    (tmp_path / "scope").write_text(f"{scope}\n")
+    (tmp_path / "status").write_text(f"Name:\tx\nCapEff:\t{capabilities:0>16}\n")
+    (found,) = cores.stacks(tmp_path / "scope", tmp_path / "status")
+    assert found.level is level, found
+
+
 def test_stacks_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     only(list(cores.stacks()), Level.HINT, "py-spy is missing", "debug")
@@ -414,27 +487,51 @@ def built_for(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_sick_gpus(read: Callable[[], Driver], level: Level, words: tuple[str, ...]) -> None:
-    only(list(gpu.gpus(read, has_device=True)), level, *words)
+    only(list(gpu.gpus(read)), level, *words)
 
 
-def test_drivers_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drivers_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def mismatch() -> Driver:
         raise NvmlError("Driver/library version mismatch")
 
     def missing() -> Driver:
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
-    only(list(gpu.gpus(mismatch, has_device=True)), Level.FAIL, "version mismatch", "reboot")
-    only(list(gpu.gpus(missing, has_device=True)), Level.FAIL, "/dev/nvidia0 exists", "--gpus all")
-    assert [each.level for each in gpu.gpus(missing, has_device=False)] == [Level.OK]
+    monkeypatch.setattr(gpu, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "nvidiactl").touch()
+    assert [each.level for each in gpu.gpus(missing)] == [Level.OK]
+    assert gpu._hangs(3.0).level is Level.WARNING
+    (tmp_path / "nvidia3").touch()  # as in a container that got --gpus device=3
+    only(list(gpu.gpus(mismatch)), Level.FAIL, "version mismatch", "reboot")
+    only(list(gpu.gpus(missing)), Level.FAIL, f"{tmp_path}/nvidia3 exists", "--gpus all")
+    assert gpu._hangs(3.0).level is Level.FAIL
     monkeypatch.setattr(gpu, "torch_cuda", lambda: ())
-    only(list(gpu.gpus(driver(), has_device=True)), Level.WARNING, "built for CPUs alone", "pip install")
+    only(list(gpu.gpus(driver())), Level.WARNING, "built for CPUs alone", "pip install")
 
 
 @pytest.mark.usefixtures("built_for")
 def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
-    only(list(gpu.gpus(driver(), has_device=True)), Level.FAIL, "'0,3' with 1 GPU", "CUDA_VISIBLE_DEVICES=0")
+    only(list(gpu.gpus(driver())), Level.FAIL, "'0,3' with 1 GPU", "CUDA_VISIBLE_DEVICES=0")
+
+
+@pytest.mark.usefixtures("built_for")
+def test_gpus_that_cuda_does_not_use_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Gpu(**{**SOUND, "free": 0, "ecc_errors": 2, "uuid": "GPU-11aa"})
+    sound = Gpu(**{**SOUND, "uuid": "GPU-22bb"})
+    read = lambda: Driver(version="570.1", cuda=(99, 0), gpus=(full, sound, full), apart=((0, 1), (0, 2)))  # noqa: E731
+    for named, expected in (("1", [1]), ("GPU-22", [1]), (" 2, GPU-22bb", [2, 1]), ("1,7,0", [1]), ("-1", [])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        assert gpu.visible(read().gpus) == expected
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-22bb")
+    assert {each.level for each in gpu.gpus(read)} == {Level.OK}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    assert [each.level for each in gpu.gpus(read) if each.check == "GPU pairs"] == [Level.OK]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-33cc")
+    only(list(gpu.gpus(read)), Level.FAIL, "'GPU-33cc' with 3 GPUs", "export CUDA_VISIBLE_DEVICES=0,1,2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-44dd")
+    assert gpu.visible(read().gpus) is None
 
 
 def test_faults_in_the_log_of_the_kernel() -> None:
@@ -443,10 +540,13 @@ def test_faults_in_the_log_of_the_kernel() -> None:
 
 
 class FakeNvml:
-    """NVML's functions, as far as the doctor calls them; the pair of its first and its last GPU has no P2P."""
+    """NVML's functions, as far as the doctor calls them; the pair of its first and its last GPU has no P2P.
 
-    def __init__(self, count: int = 1) -> None:
-        self._count = count
+    `p2p`: what the function of pairs returns, and its status of a pair with P2P.
+    """
+
+    def __init__(self, count: int = 1, p2p: tuple[int, int] = (0, 0)) -> None:
+        self._count, self._p2p = count, p2p
 
     def __getattr__(self, name: str) -> Any:
         function = {
@@ -454,19 +554,24 @@ class FakeNvml:
             "nvmlSystemGetCudaDriverVersion_v2": lambda number: setattr(number._obj, "value", 12080),
             "nvmlDeviceGetCount_v2": lambda number: setattr(number._obj, "value", self._count),
             "nvmlDeviceGetHandleByIndex_v2": lambda index, handle: setattr(handle._obj, "value", index.value + 1),
-            "nvmlDeviceGetP2PStatus": lambda one, other, _, status: setattr(
-                status._obj, "value", 4 * ((one.value, other.value) == (1, self._count))
-            ),
+            "nvmlDeviceGetP2PStatus": self._read_p2p,
             "nvmlDeviceGetName": lambda _, text, __: setattr(text, "value", b"NVIDIA H200"),
+            "nvmlDeviceGetUUID": lambda _, text, __: setattr(text, "value", b"GPU-11aa"),
             "nvmlDeviceGetMemoryInfo": lambda _, found: setattr(found._obj, "total", 2**37),
             "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _, bits: setattr(bits._obj, "value", 0x48),
         }.get(name, lambda *_: None)
         return type("Function", (), {"__call__": lambda _, *arguments: function(*arguments) or 0})()
 
+    def _read_p2p(self, one: Any, other: Any, _: int, status: Any) -> int:
+        code, sound = self._p2p
+        status._obj.value = 4 if (one.value, other.value) == (1, self._count) and not code and not sound else sound
+        return code
+
 
 def test_the_facts_of_nvml() -> None:
     found = read_driver(FakeNvml())
     assert (found.version, found.cuda, found.gpus[0].name) == ("570.1", (12, 8), "NVIDIA H200")
+    assert found.gpus[0].uuid == "GPU-11aa"
     assert found.gpus[0].slowed_by == ("hardware slowdown", "hardware thermal slowdown")
 
 
@@ -474,12 +579,20 @@ def test_the_facts_of_nvml() -> None:
 def test_gpus_that_cannot_read_each_other() -> None:
     found = read_driver(FakeNvml(4))
     assert (len(found.gpus), found.apart) == (4, ((0, 3),))
-    pairs = [each for each in gpu.gpus(lambda: found, has_device=True) if each.check == "GPU pairs"]
+    pairs = [each for each in gpu.gpus(lambda: found) if each.check == "GPU pairs"]
     only(pairs, Level.WARNING, "GPUs 0 and 3 have no P2P, others have", "nvidia-smi topo -p2p r")
-    pairs = [each for each in gpu.gpus(lambda: read_driver(FakeNvml(2)), has_device=True) if each.check == "GPU pairs"]
+    pairs = [each for each in gpu.gpus(lambda: read_driver(FakeNvml(2))) if each.check == "GPU pairs"]
     only(pairs, Level.HINT, "no pair of the 2 GPUs has P2P")
     sound = replace(found, apart=())
-    assert [each.level for each in gpu.gpus(lambda: sound, has_device=True) if each.check == "GPU pairs"] == [Level.OK]
+    assert [each.level for each in gpu.gpus(lambda: sound) if each.check == "GPU pairs"] == [Level.OK]
+
+
+@pytest.mark.usefixtures("built_for")
+@pytest.mark.parametrize("p2p", [(3, 0), (0, 6)], ids=["the driver has no answer", "the driver says unknown"])
+def test_pairs_of_which_nothing_is_known_have_no_finding(p2p: tuple[int, int]) -> None:
+    found = read_driver(FakeNvml(2, p2p))
+    assert found.apart is None
+    assert [each for each in gpu.gpus(lambda: found) if each.check == "GPU pairs"] == []
 
 
 @pytest.mark.parametrize(

@@ -8,27 +8,47 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shoal.cli import main
+from shoal.cli.doctor import Doctor, _check, _not_covered
+from shoal.cli.overrides import parse
 from shoal.comm.heartbeat import slowest
 from shoal.comm.heartbeat.arrivals import Straggler
 from shoal.comm.heartbeat.board import HeartbeatBoard
+from shoal.comm.heartbeat.ticket import Ticket
 from shoal.config.load import load_recipe
 from shoal.doctor import hosts, link, live, needs
 from shoal.doctor.bounded import run_checks
-from shoal.doctor.dry_run import parse_answer
-from shoal.doctor.finding import GIB, Finding, Level, ok
+from shoal.doctor.checks import gpu
+from shoal.doctor.checks.nvml import Driver, Gpu
+from shoal.doctor.dry_run import Answer, DryRun, parse_answer
+from shoal.doctor.finding import GIB, Finding, Level, hint, ok
 from shoal.doctor.needs import Needs
+from shoal.errors import ShoalError
 from shoal.launch.hosts.hostlist import HostSpec
+from shoal.launch.hosts.ssh import Command
 from tests.rejects import rejects
-from tests.unit.test_doctor import NEW_NETWORK, after, called, driver, is_root, mount, only, own_mounts
+from tests.unit.test_doctor import (
+    NEW_NETWORK,
+    SOUND,
+    after,
+    called,
+    driver,
+    is_root,
+    mount,
+    only,
+    open_for_all,
+    own_mounts,
+)
 
 PREDICTED = {"parameters": 10**9, "trained_parameters": 10**9, "memory": {"context": GIB, "total": 21 * GIB}}
 
@@ -50,7 +70,8 @@ def test_host_memory_of_the_ranks() -> None:
     assert [each.level for each in found(64 * GIB)] == [Level.OK]
 
 
-def test_gpus_of_the_ranks() -> None:
+def test_gpus_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found = list(needs.gpu_memory(of(ranks=2), driver(free=20 * GIB)))
     assert [each.level for each in found] == [Level.FAIL, Level.FAIL]
     assert "2 ranks, but 1 GPU here" in found[0].evidence
@@ -61,6 +82,35 @@ def test_gpus_of_the_ranks() -> None:
 
 def missing() -> Any:
     raise OSError("no library")
+
+
+def test_the_gpus_of_the_plan_are_those_that_cuda_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [Gpu(**{**SOUND, "free": free * GIB}) for free in (1, 139, 1)]
+    read = lambda: Driver(version="570.1", cuda=(99, 0), gpus=tuple(gpus))  # noqa: E731
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [each.level for each in needs.gpu_memory(of(ranks=1), read)] == [Level.OK]
+    few = next(iter(needs.gpu_memory(of(ranks=2), read)))
+    assert (few.level, few.evidence) == (Level.FAIL, "2 ranks, but 1 GPU in CUDA_VISIBLE_DEVICES='1'")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    only(list(needs.gpu_memory(of(ranks=2), read)), Level.FAIL, "1.0 GiB free on the fullest GPU")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-44dd")
+    assert list(needs.gpu_memory(of(ranks=1), read)) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert list(needs.gpu_memory(of(ranks=1), read)) == []
+    only(list(needs.gpu_memory(of(launch__device="cuda"), read)), Level.FAIL, "no GPU in CUDA_VISIBLE_DEVICES=''")
+
+
+def test_a_gpu_with_another_number_than_0_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def evidence() -> str:
+        return next(iter(needs.host_memory(of(ranks=1), lambda: (64 * GIB, "64 GiB of this host")))).evidence
+
+    monkeypatch.setattr(gpu, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "1 rank of 20.3 GiB" in evidence()  # of the CPU
+    (tmp_path / "nvidia3").touch()
+    assert "1 rank of 3.0 GiB, and a copy of what is saved" in evidence()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert "1 rank of 20.3 GiB" in evidence()
 
 
 @is_root
@@ -179,6 +229,62 @@ def test_a_host_that_cannot_be_reached() -> None:
         hosts.check_hosts([HostSpec("node7", 1)], "none")
 
 
+SLOW_NAMES = """
+import socket, time
+def getaddrinfo(*_, **__):
+    time.sleep(16)
+    raise socket.gaierror(-3, "Temporary failure in name resolution")
+socket.getaddrinfo = getaddrinfo
+"""
+
+
+def other_host(folder: Path, customize: str) -> list[Finding]:
+    """The findings about this host and another one, a real process that runs this first."""
+    (folder / "sitecustomize.py").write_text(customize)
+    enter = folder / "enter"
+    enter.write_text(f'#!/bin/sh\nshift\nPYTHONPATH={folder}:$PYTHONPATH exec "$@"\n')
+    enter.chmod(0o700)
+    return hosts.check_hosts([HostSpec("localhost", 1), HostSpec("node7", 1)], f"{enter} {{host}}")
+
+
+def test_a_name_server_that_does_not_answer_another_host(tmp_path: Path) -> None:
+    """It was a traceback: the late answer about connections was read as that about the shared directory."""
+    found = other_host(tmp_path, SLOW_NAMES)
+    evidence = [each.evidence for each in found if each.check == "host name" and each.level is Level.FAIL]
+    assert "node7 does not find localhost: no answer for 4 s" in evidence
+    assert [each.level for each in found if each.check == "shared directory"] == [Level.OK]
+
+
+LATE = """
+import json, sys, time
+for line in sys.stdin:
+    asked = json.loads(line)
+    time.sleep(0.3 * ("reach" in asked))
+    print(json.dumps({"peer": {"answers": list(asked)[0], "number": asked["number"]}}), flush=True)
+"""
+
+
+def test_a_late_answer_is_not_that_of_the_next_request() -> None:
+    command = [sys.executable, "-c", LATE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        one = hosts.Peer(HostSpec("node7", 1), Command(HostSpec("node7", 1), command, process))
+        one.ask(clock=True)
+        assert one.answer(20.0) == {"answers": "clock", "number": 1}
+        one.ask(reach=[])
+        assert one.answer(0.05) is None
+        one.ask(see="/a/file", text="")
+        assert one.answer(20.0) == {"answers": "see", "number": 3}
+        process.kill()
+
+
+def test_a_host_without_an_answer_is_not_said_to_see_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hosts.Peer, "ask", lambda *_, **__: None)
+    monkeypatch.setattr(hosts.Peer, "answer", lambda *_: None)
+    only(list(hosts._shared_directory([peer("node7")], tmp_path)), Level.WARNING, "node7 gave no answer for 4 s")
+
+
 # ── a run ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -222,9 +328,53 @@ def test_the_rank_that_others_wait_for_is_named(run: Live) -> None:
     board.write(0, beat(42, 7, 6))
     board.write(1, beat(42, 6, 6))
     found = live.check_run(path)
-    words = ("rank 1 of 2 never entered collective #7 of dp_replicate; rank 0 has waited 60.", "[N030]")
+    words = ("rank 1 of 2 never entered collective #7 of dp_replicate; rank 0 has waited ", "[N030]")
     only(found, Level.FAIL, *words, f"py-spy dump --pid {pids[1]}")
     assert found[-1].evidence == "step 42 was logged 60 s ago; loss 2.4"
+
+
+def test_a_step_that_takes_longer_than_the_observation(run: Live) -> None:
+    """100 steps of 2 s until the next line of the metrics: an old line does not show that the ranks hang."""
+    path, board, _ = run
+    (path / "recipe.yaml").write_text("run:\n  log_every: 100\n")
+    os.utime(path / "metrics.jsonl", (time.time() - 100,) * 2)
+    board.write(0, {**beat(42, 7, 6), "median": 2.0})
+    board.write(1, {**beat(42, 6, 6), "median": 2.0})
+    only(live.check_run(path), Level.WARNING, "no rank moved for 0.05 s")
+    os.utime(path / "metrics.jsonl", (time.time() - 300,) * 2)
+    only(live.check_run(path), Level.FAIL, "rank 1 of 2 never entered", "rank 0 has waited 100.")
+
+
+def entered(seconds: float, *, is_done: bool) -> dict[str, Any]:
+    """A collective that a rank entered so many seconds ago."""
+    nanoseconds = time.time_ns() - int(seconds * 1e9)
+    return asdict(Ticket("0", 7, "all_reduce", ("Float",), ((8,),), nanoseconds, is_done))
+
+
+def test_ranks_have_waited_since_they_entered_their_last_collective(run: Live) -> None:
+    path, board, _ = run
+    (path / "recipe.yaml").write_text("run:\n  log_every: 100\n")
+    for seconds, level, words in ((8, Level.WARNING, "no rank moved"), (30, Level.FAIL, "rank 0 has waited 30.")):
+        board.write(0, {**beat(42, 7, 6), "median": 2.0, "tickets": [entered(seconds, is_done=False)]})
+        board.write(1, {**beat(42, 6, 6), "median": 2.0})
+        only(live.check_run(path), level, words)
+
+
+def test_ranks_that_compute_do_not_hang_although_the_next_line_of_the_metrics_is_overdue(run: Live) -> None:
+    """Numbers that they have put on their board are read one step later, so that each exchange waits for a step."""
+    path, board, _ = run
+    for rank in range(2):
+        exchange = {"counters": {"gloo/0": (7, 7), "board": (3, 2)}, "median": 2.0}
+        board.write(rank, {**beat(42, 7, 7), **exchange, "tickets": [entered(4, is_done=True)]})
+    only(live.check_run(path), Level.WARNING, "no rank moved", "no rank waits for another one")
+
+
+def test_a_rank_that_may_continue_is_a_warning(run: Live) -> None:
+    """Rank 1 works alone for a minute, as one that saves does: it is named, and nothing will fail."""
+    path, board, _ = run
+    board.write(0, {**beat(42, 7, 6), "phase": "save"})
+    board.write(1, {**beat(42, 6, 6), "phase": "save"})
+    only(live.check_run(path), Level.WARNING, "rank 1 of 2 never entered", "(phase: save)")
 
 
 def test_a_rank_that_a_signal_has_stopped(run: Live) -> None:
@@ -273,6 +423,22 @@ def test_ranks_that_are_late_in_turns_are_not_blamed(run: Live, monkeypatch: pyt
     assert "31%" in found[1].evidence
 
 
+@is_root
+def test_a_run_that_another_user_has_closed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    open_for_all(tmp_path)
+
+    def check() -> Iterator[Finding]:
+        try:
+            yield from live.check_run(tmp_path / "run")
+        except ShoalError as error:
+            yield ok("run", str(error))
+
+    (found,) = after(lambda: os.seteuid(65534), check)
+    assert "holds no run of shoal: environment.json: Permission denied" in found.evidence
+    assert "[N100]" in found.evidence
+
+
 def test_runs_that_no_process_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with rejects("N100", "holds no run"):
         live.check_run(tmp_path)
@@ -316,6 +482,28 @@ def test_the_report_is_sorted_and_its_exit_code_says_it(capsys: pytest.CaptureFi
 def test_bad_input_of_the_doctor(words: list[str], code: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2
     assert f"[{code}" in capsys.readouterr().err
+
+
+@is_root
+def test_a_recipe_hides_no_failure_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two checks are named shared memory. That of the recipe compares bytes, and that of the host tries to write."""
+    answer = Answer(ranks=1, predicted=PREDICTED)
+    monkeypatch.setattr(DryRun, "start", lambda _: type("Started", (), {"answer": lambda _: answer})())
+
+    def breaking() -> None:
+        own_mounts()
+        mount("tmpfs", Path("/dev/shm"), "tmpfs", 0, "size=1g,mode=755")
+        os.setuid(65534)
+
+    def check() -> list[Finding]:
+        words = ["--nproc", "1"]
+        return _check(*parse(Doctor, words, prog="shoal doctor"), words)[1]
+
+    found = [each for each in after(breaking, check) if each.check == "shared memory"]
+    assert [each.level for each in found] == [Level.OK, Level.FAIL]
+    assert "not writable for this user" in found[1].evidence
+    covered = _not_covered([ok("a", ""), hint("b", "", "")], [hint("a", "", ""), hint("b", "", ""), ok("c", "")])
+    assert covered == []
 
 
 @pytest.mark.wide

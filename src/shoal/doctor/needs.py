@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,20 +97,26 @@ def gpu_memory(needs: Needs, read: Callable[[], Driver] = read_driver) -> Iterat
     if needs.recipe.launch.device == "cpu":
         return
     try:
-        found = read().gpus
+        gpus = read().gpus
     except (OSError, NvmlError):
-        found = ()
-    if not found:
-        if needs.recipe.launch.device == "cuda":
-            yield will_fail("GPUs of the plan", "launch.device is cuda, and there is no GPU", "--launch.device cpu")
+        gpus = ()
+    seen = gpu.visible(gpus) if gpus else []
+    if seen is None:
         return
-    if needs.ranks > len(found):
-        evidence = f"{counted(needs.ranks, 'rank')}, but {counted(len(found), 'GPU')} here"
-        yield will_fail("GPUs of the plan", evidence, f"--nproc {len(found)}   # or --launch.device cpu")
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    where = "here" if named is None else f"in CUDA_VISIBLE_DEVICES={named!r}"
+    if not seen:
+        if needs.recipe.launch.device == "cuda":
+            evidence = f"launch.device is cuda, and there is no GPU {where}"
+            yield will_fail("GPUs of the plan", evidence, "--launch.device cpu")
+        return
+    if needs.ranks > len(seen):
+        evidence = f"{counted(needs.ranks, 'rank')}, but {counted(len(seen), 'GPU')} {where}"
+        yield will_fail("GPUs of the plan", evidence, f"--nproc {len(seen)}   # or --launch.device cpu")
     predicted = needs.predicted.get("memory", {}).get("total")
     if predicted is None:
         return
-    least = min(each.free for each in found[: needs.ranks])
+    least = min(gpus[index].free for index in seen[: needs.ranks])
     evidence = f"{size(predicted)} predicted on the fullest rank; {size(least)} free on the fullest GPU"
     fix = "shoal train RECIPE --plan auto   # the fastest plan that fits"
     kind = will_fail if predicted > least else warning if predicted > TIGHT * least else None
@@ -117,7 +124,8 @@ def gpu_memory(needs: Needs, read: Callable[[], Driver] = read_driver) -> Iterat
 
 
 def _uses_gpu(recipe: Recipe) -> bool:
-    return recipe.launch.device != "cpu" and Path("/dev/nvidia0").exists()
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return recipe.launch.device != "cpu" and bool(gpu.device_files()) and not is_hidden
 
 
 def shared_memory(needs: Needs) -> Iterator[Finding]:
@@ -150,7 +158,7 @@ def threads(needs: Needs) -> Iterator[Finding]:
     """More threads than cores wait for each other at every operation."""
     number, why = cores.usable()
     each = needs.recipe.launch.threads or max(1, int(number) // needs.ranks)
-    if needs.recipe.launch.device != "cpu" and _uses_gpu(needs.recipe):
+    if _uses_gpu(needs.recipe):
         each = 1  # the GPU computes; a rank needs a core to start kernels
     evidence = f"{counted(needs.ranks, 'rank')} × {counted(each, 'thread')}; {why}"
     if needs.ranks * each > number:

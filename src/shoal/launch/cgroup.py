@@ -25,59 +25,55 @@ def oom_kills(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int |
 
 def limit(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
     """The memory limit of this control group in bytes, or of one around it if that is less; None: there is none."""
-    found = []
-    for folder in _folders(root, own):
-        for group in (folder, *folder.parents):
-            if not group.is_relative_to(root):
-                break
-            found += [_size(group / name) for name in ("memory.max", "memory.limit_in_bytes")]
+    found = (_limit(group) for group in _around(root, own, "memory"))
     return min((size for size in found if size is not None), default=None)
 
 
-def _size(path: Path) -> int | None:
-    """The number in a file; None: it has none, or a huge one, which version 1 writes in place of `max`."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() and int(text) < 2**60 else None
+def room(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> tuple[int, int] | None:
+    """Bytes that new processes may use in this control group, or in one around it if that has less, and the limit of
+    that group; None: there is none."""
+    found = []
+    for group in _around(root, own, "memory"):
+        most = _limit(group)
+        if most is not None:
+            found.append((max(0, most - _in_use(group)), most))
+    return min(found, default=None)
 
 
-def used(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """The memory that this control group uses in bytes, caches included; None: it is not known."""
-    names = ("memory.current", "memory.usage_in_bytes")
-    return next((found for found in _values(root, own, "memory", names)), None)
+def _limit(group: Path) -> int | None:
+    """The memory limit of a group; None: it has none, or a huge one, which version 1 writes in place of `max`."""
+    found = _number(group, "memory.max", "memory.limit_in_bytes")
+    return found if found is not None and found < 2**60 else None
 
 
-def reclaimable(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Bytes of cached files, which the kernel takes back before it kills; None: it is not known."""
-    for folder in _folders(root, own):
-        found = _numbers(folder / "memory.stat")
-        for name in ("inactive_file", "total_inactive_file"):
-            if name in found:
-                return found[name]
-    return None
+def _in_use(group: Path) -> int:
+    """Bytes that a group and those in it use, without cached files: the kernel takes them back before it kills."""
+    stat = _numbers(group / "memory.stat")
+    cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+    return (_number(group, "memory.current", "memory.usage_in_bytes") or 0) - cached
 
 
 def most_processes(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """The number of processes and threads that this control group may have; None: it has no limit."""
-    return min(_values(root, own, "pids", ("pids.max",)), default=None)
+    """The fewest processes and threads that this control group or one around it may have; None: it has no limit."""
+    found = (_number(group, "pids.max") for group in _around(root, own, "pids"))
+    return min((number for number in found if number is not None), default=None)
 
 
 def cores(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """The number of cores whose time this control group may use, such as 1.5; None: it has no limit."""
-    for folder in _folders(root, own, "cpu"):
-        quota = _words(folder / "cpu.max") or [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / PERIOD)]
+    """The number of cores, such as 1.5, whose time this control group may use, or one around it if that is less; None:
+    it has no limit."""
+    found = []
+    for group in _around(root, own, "cpu"):
+        quota = _words(group / "cpu.max") or [*_words(group / "cpu.cfs_quota_us"), *_words(group / PERIOD)]
         if len(quota) == 2 and all(word.isdecimal() for word in quota) and int(quota[1]):
-            return int(quota[0]) / int(quota[1])
-    return None
+            found.append(int(quota[0]) / int(quota[1]))
+    return min(found, default=None)
 
 
-def _values(root: Path, own: Path, controller: str, names: tuple[str, ...]) -> Iterator[int]:
-    """The numbers in the files of these names; `max` is none."""
-    for folder in _folders(root, own, controller):
-        for name in names:
-            yield from (int(word) for word in _words(folder / name)[:1] if word.isdecimal())
+def _number(group: Path, *names: str) -> int | None:
+    """The number in the first of these files that has one; `max` is none."""
+    words = (word for name in names for word in _words(group / name)[:1])
+    return next((int(word) for word in words if word.isdecimal()), None)
 
 
 def _words(path: Path) -> list[str]:
@@ -85,6 +81,12 @@ def _words(path: Path) -> list[str]:
         return path.read_text().split()
     except OSError:
         return []
+
+
+def _around(root: Path, own: Path, controller: str) -> Iterator[Path]:
+    """The folder of this group, and of each group around it: the limits of all of them count."""
+    for folder in _folders(root, own, controller):
+        yield from (group for group in (folder, *folder.parents) if group.is_relative_to(root))
 
 
 def _folders(root: Path, own: Path, controller: str = "memory") -> list[Path]:

@@ -18,7 +18,12 @@ from shoal.launch import cgroup
 
 UNSYNCHRONIZED = 5
 """TIME_ERROR of adjtimex(2)."""
+CAP_SYS_PTRACE = 1 << 19
+NEVER = 3
+"""Of ptrace_scope: no process may read another one, until a reboot."""
 NODES = Path("/sys/devices/system/node")
+STATUS = Path("/proc/self/status")
+YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 OLDEST = 1767225600
 """2026: a clock before it was never set."""
 
@@ -63,12 +68,12 @@ def cores() -> Iterator[Finding]:
         yield hint("cores", why + busy, "top") if busy else ok("cores", why)
 
 
-def numa(nodes: Path = NODES, status: Path = Path("/proc/self/status")) -> Iterator[Finding]:
+def numa(nodes: Path = NODES, status: Path = STATUS) -> Iterator[Finding]:
     """A container may have cores of a NUMA node without its memory: then every read goes to another node."""
     found = {int(each.name[4:]): _numbers(_text(each / "cpulist")) for each in nodes.glob("node[0-9]*")}
     if len(found) < 2:
         return
-    allowed = dict(line.partition(":")[::2] for line in _text(status).splitlines())
+    allowed = _status(status)
     mine = _numbers(allowed.get("Cpus_allowed_list", ""))
     memory = _numbers(allowed.get("Mems_allowed_list", ""))
     computing = {node for node, owned in found.items() if owned & mine}
@@ -93,6 +98,11 @@ def _numbers(text: str) -> set[int]:
     return {number for first, _, last in pairs for number in range(int(first), int(last or first) + 1)}
 
 
+def _status(path: Path) -> dict[str, str]:
+    """The lines of a process's status, by their names."""
+    return dict(line.partition(":")[::2] for line in _text(path).splitlines())
+
+
 def _text(path: Path) -> str:
     try:
         return path.read_text()
@@ -104,32 +114,38 @@ def clock() -> Iterator[Finding]:
     """Clocks that differ between hosts confuse logs and torchrun's rendezvous. shoal's waits do not use them."""
     if time.time() < OLDEST:
         yield warning("clock", f"it says {time.strftime('%Y-%m-%d')}", "sudo timedatectl set-ntp true")
-    elif _clock_state() == UNSYNCHRONIZED:
+        return
+    state = _clock_state()
+    if state == UNSYNCHRONIZED:
         yield hint("clock", "not synchronized with a time server", "sudo timedatectl set-ntp true")
-    else:
+    elif state is not None:
         yield ok("clock", time.strftime("%Y-%m-%d %H:%M:%S %z"))
 
 
-def _clock_state() -> int:
-    """The answer of adjtimex(2), which changes nothing with modes=0; -1: this process may not call it."""
+def _clock_state() -> int | None:
+    """The answer of adjtimex(2), which changes nothing with modes=0; None: this process may not call it."""
     try:
-        return int(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(1024)))
+        state = int(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(1024)))
     except (OSError, AttributeError):
-        return -1
+        return None
+    return None if state < 0 else state
 
 
-def stacks() -> Iterator[Finding]:
+def stacks(yama: Path = YAMA, status: Path = STATUS) -> Iterator[Finding]:
     """py-spy reads the stack of a rank that does not answer; Yama may forbid it."""
-    try:
-        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
-    except (OSError, ValueError):
-        scope = 0
+    text = _text(yama).strip()
+    scope = int(text) if text.isdecimal() else 0
+    effective = int(_status(status).get("CapEff", "0"), 16)
+    may_read = scope == 0 or (scope < NEVER and bool(effective & CAP_SYS_PTRACE))  # root of a container may lack it
     if shutil.which("py-spy") is None:
         yield hint(
             "stacks", "py-spy is missing: ranks that hold the GIL are named without a stack", to_install("debug")
         )
-    elif scope and os.geteuid() != 0:
+    elif not may_read:
         evidence = f"kernel.yama.ptrace_scope={scope}: py-spy may not read the stacks of other processes"
-        yield hint("stacks", evidence, "sudo sysctl -w kernel.yama.ptrace_scope=0")
+        fix = "sudo sysctl -w kernel.yama.ptrace_scope=0   # or docker run --cap-add SYS_PTRACE ..."
+        if scope == NEVER:
+            fix = "sudo grep -rs ptrace_scope /etc/sysctl.conf /etc/sysctl.d   # set 0 there, and reboot"
+        yield hint("stacks", evidence, fix)
     else:
         yield ok("stacks", "py-spy may read the stacks of ranks")

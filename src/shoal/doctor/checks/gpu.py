@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +18,9 @@ BUSY = 20
 """Percent of utilization from which another program computes on a GPU."""
 TAKEN = 0.1
 """Part of a GPU's memory from which another program holds it."""
+DEVICES = Path("/dev")
+MIG = "MIG-"
+"""How CUDA_VISIBLE_DEVICES names a part of a GPU."""
 _XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
 
 
@@ -27,26 +30,60 @@ def checks() -> Iterator[Check]:
     yield Check("GPU errors", gpu_errors)
 
 
+def device_files() -> list[Path]:
+    """Those of NVIDIA GPUs. A container may have /dev/nvidia3 alone."""
+    return sorted(DEVICES.glob("nvidia[0-9]*"))
+
+
+def visible(gpus: Sequence[Gpu]) -> list[int] | None:
+    """Indices of the GPUs that CUDA uses here, in its order; None: parts of GPUs (MIG), whose figures are unknown."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        return list(range(len(gpus)))
+    if MIG in names:
+        return None
+    found: list[int] = []
+    for word in _words(names):
+        index = _index(word, gpus)
+        if index is None:  # CUDA drops all devices from the first one that does not exist
+            break
+        found.append(index)
+    return found
+
+
+def _words(names: str) -> list[str]:
+    return [word.strip() for word in names.split(",") if word.strip()]
+
+
+def _index(word: str, gpus: Sequence[Gpu]) -> int | None:
+    """The GPU of a word of CUDA_VISIBLE_DEVICES: an index, or the beginning of a UUID; None: there is none."""
+    if word.isdecimal():
+        return int(word) if int(word) < len(gpus) else None
+    found = [index for index, each in enumerate(gpus) if each.uuid.lower().startswith(word.lower())]
+    return found[0] if len(found) == 1 else None
+
+
 def _hangs(seconds: float) -> Finding:
-    if not Path("/dev/nvidia0").exists():
-        return warning("GPUs", f"NVML gave no answer for {seconds:g} s, and there is no /dev/nvidia0", "shoal doctor")
+    if not device_files():
+        evidence = f"NVML gave no answer for {seconds:g} s, and there is no device file of a GPU"
+        return warning("GPUs", evidence, "ls /dev/nvidia*")
     return will_fail("GPUs", f"the driver gave no answer for {seconds:g} s (NVML)", "sudo dmesg | grep -i xid; reboot")
 
 
-def gpus(read: Callable[[], Driver] = read_driver, *, has_device: bool | None = None) -> Iterator[Finding]:
+def gpus(read: Callable[[], Driver] = read_driver) -> Iterator[Finding]:
     """The driver answers, fits torch's CUDA, and no GPU is sick or taken."""
-    has_device = Path("/dev/nvidia0").exists() if has_device is None else has_device
+    devices = device_files()
     try:
         driver = read()
     except OSError as error:
-        if has_device:
-            evidence = f"/dev/nvidia0 exists, but the driver's library does not load: {str(error)[:100]}"
+        if devices:
+            evidence = f"{devices[0]} exists, but the driver's library does not load: {str(error)[:100]}"
             yield will_fail("GPUs", evidence, "docker run --gpus all ...   # or install the driver's user libraries")
         else:
             yield ok("GPUs", "no NVIDIA GPU; training uses the CPU")
         return
     except NvmlError as error:
-        if has_device or "mismatch" in str(error):
+        if devices or "mismatch" in str(error):
             yield will_fail("GPUs", f"the driver fails: {error}", "sudo reboot   # after an update of the driver")
         else:
             yield ok("GPUs", f"no NVIDIA GPU ({error}); training uses the CPU")
@@ -55,10 +92,12 @@ def gpus(read: Callable[[], Driver] = read_driver, *, has_device: bool | None = 
         yield warning("GPUs", f"driver {driver.version} sees none", "nvidia-smi; sudo dmesg | grep -i nvrm")
         return
     yield from _check_driver(driver)
-    yield from _check_visible(len(driver.gpus))
-    yield from _check_pairs(driver)
-    for index, each in enumerate(driver.gpus):
-        yield from _check_gpu(index, each)
+    yield from _check_visible(driver.gpus)
+    seen = visible(driver.gpus)
+    used = range(len(driver.gpus)) if seen is None else seen
+    yield from _check_pairs(driver, set(used))
+    for index in used:
+        yield from _check_gpu(index, driver.gpus[index])
 
 
 def _check_driver(driver: Driver) -> Iterator[Finding]:
@@ -77,34 +116,34 @@ def _check_driver(driver: Driver) -> Iterator[Finding]:
         yield ok("GPUs", seen)
 
 
-def _check_pairs(driver: Driver) -> Iterator[Finding]:
+def _check_pairs(driver: Driver, used: set[int]) -> Iterator[Finding]:
     """GPUs that cannot read each other's memory send every byte through the host's."""
-    count = len(driver.gpus)
-    if count < 2:
+    count = len(used)
+    if count < 2 or driver.apart is None:
         return
-    if not driver.apart:
+    apart = [pair for pair in driver.apart if used.issuperset(pair)]
+    if not apart:
         yield ok("GPU pairs", f"all {counted(count, 'GPU')} read each other's memory (P2P)")
         return
-    named = ", ".join(f"{one} and {other}" for one, other in driver.apart[:4])
-    named += f" and {len(driver.apart) - 4} more pairs" if len(driver.apart) > 4 else ""
-    is_all = len(driver.apart) == count * (count - 1) // 2
+    named = ", ".join(f"{one} and {other}" for one, other in apart[:4])
+    named += f" and {len(apart) - 4} more pairs" if len(apart) > 4 else ""
+    is_all = len(apart) == count * (count - 1) // 2
     which = f"no pair of the {count} GPUs has P2P" if is_all else f"GPUs {named} have no P2P, others have"
     fix = "nvidia-smi topo -p2p r   # virtualization, ACS or an IOMMU may forbid it: sudo dmesg | grep -i iommu"
     kind = hint if is_all else warning
     yield kind("GPU pairs", f"{which}: their bytes go through the host's memory, which is several times slower", fix)
 
 
-def _check_visible(count: int) -> Iterator[Finding]:
+def _check_visible(gpus: Sequence[Gpu]) -> Iterator[Finding]:
     """CUDA drops all devices from the first one that does not exist."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None or MIG in names:
         return
-    words = [word.strip() for word in visible.split(",") if word.strip()]
-    missing = [word for word in words if word.lstrip("-").isdecimal() and not 0 <= int(word) < count]
-    if missing or not words:
-        evidence = f"CUDA_VISIBLE_DEVICES={visible!r} with {counted(count, 'GPU')} here"
-        kind = will_fail if missing and words != ["-1"] else warning
-        yield kind("GPUs", evidence, f"export CUDA_VISIBLE_DEVICES={','.join(map(str, range(count)))}")
+    words = _words(names)
+    if not words or any(_index(word, gpus) is None for word in words):
+        evidence = f"CUDA_VISIBLE_DEVICES={names!r} with {counted(len(gpus), 'GPU')} here"
+        kind = will_fail if words and words != ["-1"] else warning
+        yield kind("GPUs", evidence, f"export CUDA_VISIBLE_DEVICES={','.join(map(str, range(len(gpus))))}")
 
 
 def _check_gpu(index: int, gpu: Gpu) -> Iterator[Finding]:
@@ -153,7 +192,7 @@ def gpu_errors(log: str | None = None) -> Iterator[Finding]:
 
 
 def _kernel_log() -> str:
-    if not Path("/dev/nvidia0").exists():
+    if not device_files():
         return ""
     try:
         return subprocess.run(["dmesg"], capture_output=True, text=True, check=False, timeout=1.5).stdout

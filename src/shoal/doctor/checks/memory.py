@@ -65,15 +65,10 @@ def available() -> tuple[int, str]:
     """Bytes that new processes may use, and the limit that says so. 0: unknown."""
     info = meminfo()
     host = info.get("MemAvailable", 0)
-    group, used = cgroup.limit(), group_used()
-    if group is not None and (not host or group - used < host):
-        return max(0, group - used), f"the control group's limit of {size(group)}"
+    group = cgroup.room()
+    if group is not None and (not host or group[0] < host):
+        return group[0], f"the control group's limit of {size(group[1])}"
     return host, f"{size(info.get('MemTotal', 0))} of this host" if host else ""
-
-
-def group_used() -> int:
-    """Bytes that the control group uses and the kernel cannot take back; 0: unknown."""
-    return max(0, (cgroup.used() or 0) - (cgroup.reclaimable() or 0))
 
 
 def memory() -> Iterator[Finding]:

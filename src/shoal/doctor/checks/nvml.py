@@ -6,7 +6,6 @@ NVML can hang on a sick node, and may crash. So it is called in a child process 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -20,6 +19,7 @@ SLOWED = {
 }
 """Reasons for low clocks that show a fault. Low clocks of an idle GPU (0x01) and the power cap (0x04) are usual."""
 _UNCORRECTED, _SINCE_REBOOT, _READS = 1, 0, 0
+_P2P_UNKNOWN = 6
 
 
 class NvmlError(Exception):
@@ -40,6 +40,8 @@ class Gpu:
     slowed_by: tuple[str, ...]
     temperature: int
     utilization: int
+    uuid: str = ""
+    """As CUDA_VISIBLE_DEVICES may name it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +52,8 @@ class Driver:
     cuda: tuple[int, int]
     """The newest CUDA that it runs."""
     gpus: tuple[Gpu, ...]
-    apart: tuple[tuple[int, int], ...] = ()
-    """Pairs of GPUs that cannot read each other's memory (P2P)."""
+    apart: tuple[tuple[int, int], ...] | None = ()
+    """Pairs of GPUs that cannot read each other's memory (P2P); None: unknown."""
 
 
 class _Memory(ctypes.Structure):
@@ -74,26 +76,31 @@ def read_driver(library: Any = None) -> Driver:
     _call(lib, "nvmlDeviceGetCount_v2", ctypes.byref(count))
     gpus = tuple(_gpu(lib, index) for index in range(count.value))
     known = Driver(version=version.value.decode(), cuda=(cuda.value // 1000, cuda.value % 1000 // 10), gpus=gpus)
-    return replace(known, apart=tuple(_apart(lib, count.value)))
+    return replace(known, apart=_apart(lib, count.value))
 
 
-def _apart(lib: Any, count: int) -> Iterator[tuple[int, int]]:
-    """Pairs of GPUs of which the driver says that one cannot read the other's memory."""
+def _apart(lib: Any, count: int) -> tuple[tuple[int, int], ...] | None:
+    """Pairs of GPUs of which one cannot read the other's memory; None: NVML does not know it of every pair."""
     handles = [ctypes.c_void_p() for _ in range(count)]
     for index, handle in enumerate(handles):
         _call(lib, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+    found = []
     for one, other in combinations(range(count), 2):
-        status = ctypes.c_uint()  # 0: it can; also where this NVML does not know
-        _try(lib, "nvmlDeviceGetP2PStatus", handles[one], handles[other], _READS, ctypes.byref(status))
+        status = ctypes.c_uint()
+        is_known = _try(lib, "nvmlDeviceGetP2PStatus", handles[one], handles[other], _READS, ctypes.byref(status))
+        if not is_known or status.value == _P2P_UNKNOWN:
+            return None
         if status.value:
-            yield one, other
+            found.append((one, other))
+    return tuple(found)
 
 
 def _gpu(lib: Any, index: int) -> Gpu:
     handle = ctypes.c_void_p()
     _call(lib, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
-    name = ctypes.create_string_buffer(96)
+    name, uuid = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
     _call(lib, "nvmlDeviceGetName", handle, name, ctypes.c_uint(96))
+    _call(lib, "nvmlDeviceGetUUID", handle, uuid, ctypes.c_uint(96))
     memory, used = _Memory(), _Utilization()
     _call(lib, "nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
     _try(lib, "nvmlDeviceGetUtilizationRates", handle, ctypes.byref(used))
@@ -112,6 +119,7 @@ def _gpu(lib: Any, index: int) -> Gpu:
         slowed_by=tuple(word for bit, word in SLOWED.items() if reasons.value & bit),
         temperature=degrees.value,
         utilization=used.gpu,
+        uuid=uuid.value.decode(),
     )
 
 
@@ -122,8 +130,7 @@ def _call(lib: Any, name: str, *arguments: Any) -> None:
         raise NvmlError(said.decode() if isinstance(said, bytes) else f"{name}: error {code}")
 
 
-def _try(lib: Any, name: str, *arguments: Any) -> None:
-    """The same for facts that not every GPU has; the result stays 0."""
+def _try(lib: Any, name: str, *arguments: Any) -> bool:
+    """The same for facts that not every GPU has; False: it is unknown, and the result stays 0."""
     function = getattr(lib, name, None)
-    if function is not None:
-        function(*arguments)
+    return function is not None and function(*arguments) == 0
