@@ -32,7 +32,7 @@ MADE_UP = ["--data.source", "synthetic", "--data.synthetic_samples", "64", "--da
 # The stable keys of the summary: what --json prints and summary.json holds. Add to them; never rename or drop one.
 SUMMARY = {
     *("steps", "samples", "tokens", "unit", "loss_first", "loss_last", "eval_loss", "skipped_steps", "was_stopped"),
-    *("ranks", "plan"),
+    *("ranks", "ranks_per_host", "plan"),
     *("parameters", "step_seconds_median", "tokens_per_s", "mfu", "data_wait_fraction", "comm_fraction", "comm_bytes"),
     *("comm_overlap_fraction", "comm_axes", "straggler", "memory_gib_max"),
     *("seconds_to_first_step", "seconds_training", "run_directory"),

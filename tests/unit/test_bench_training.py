@@ -16,7 +16,7 @@ from shoal.bench.training.anchor import Anchors
 from shoal.bench.training.cases import Ranks, checked_case, checked_job, microbatch_of, with_plan
 from shoal.bench.training.data_parallel import time_data_parallel
 from shoal.bench.training.machine import CalibrationTurns
-from shoal.bench.training.predicted import Predicted, typical
+from shoal.bench.training.predicted import Predicted, predict_case, typical
 from shoal.bench.training.scale import (
     BASE,
     Row,
@@ -156,6 +156,15 @@ def test_computation_is_taken_as_measured_and_messages_as_predicted() -> None:
     assert Anchors().anchored(row, known) == known["row"], "of a named cluster"
     both.reason = "illegal"
     assert anchors.anchored(row, known) == known["row"]
+
+
+def test_ranks_of_two_hosts_are_predicted_with_the_link_between_them() -> None:
+    recipe = TINY.model_copy(update={"plan": TINY.plan.parse("dp_replicate=16 mb=1").resolve(16)})
+    recipe = recipe.model_copy(update={"data": TINY.data.model_copy(update={"global_batch": 16})})
+    one, two = (predict_case(recipe, parse_cluster("h100:8x2"), num_hosts) for num_hosts in (1, 2))
+    assert one is not None
+    assert two is not None
+    assert two.messages > one.messages
 
 
 def test_ranks_that_send_nothing_are_measured_beside_the_rows() -> None:

@@ -27,11 +27,19 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 def test_messages_of_gradients_are_predicted_on_their_axis(plan: str, axis: str) -> None:
     recipe = load_recipe(TINY)
     recipe = recipe.model_copy(update={"plan": Plan.parse(plan).resolve(4)})
-    predicted = Advice(recipe).predicted
+    predicted = Advice(recipe, 4).predicted
     assert {name for name in predicted if name.startswith("dp")} == {f"{axis}.wire"}
     share = predicted[f"{axis}.wire"] / sum(predicted.values())
     link = Verdict(kind="link", cost=0.5, evidence="", axis=axis)
     assert _beside(link, predicted) == f"; predicted {share:.0%}"
+
+
+def test_messages_between_hosts_are_predicted_for_their_link() -> None:
+    recipe = load_recipe(TINY)
+    recipe = recipe.model_copy(update={"plan": Plan.parse("dp_replicate=4").resolve(4)})
+    on_one, on_two, uneven = (Advice(recipe, per_host).predicted["dp_replicate.wire"] for per_host in (4, 2, 3))
+    assert on_two > on_one
+    assert uneven > on_one
 
 
 def test_nothing_is_said_of_a_part_that_was_not_predicted() -> None:

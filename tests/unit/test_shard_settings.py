@@ -124,6 +124,6 @@ def test_a_prediction_says_that_it_does_not_know_them(tmp_path: Path) -> None:
     assert figures["not_predicted"] == "with comm.wrap_classes"
     assert "memory" not in figures
     assert figures["flops"] > 0
-    write_prediction(recipe, tmp_path)
+    write_prediction(recipe, tmp_path, 2)
     assert not (tmp_path / "prediction.json").exists()
     assert unpredicted(recipe.model_copy(update={"plan": Plan.parse("zero=3").resolve(1)})) is None, "one rank"

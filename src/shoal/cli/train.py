@@ -410,7 +410,7 @@ def _write_prediction(job: Job, summary: dict[str, Any]) -> None:
     from shoal.train.recipe.predict_step import write_prediction
 
     with suppress(Exception):  # no preset for the machine, a model that the planner cannot read, or a full disk
-        write_prediction(job.recipe, Path(summary["run_directory"]))
+        write_prediction(job.recipe, Path(summary["run_directory"]), summary["ranks_per_host"])
 
 
 def _train_here(

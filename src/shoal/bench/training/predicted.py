@@ -10,6 +10,7 @@ from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.predict.cluster import Cluster
 from shoal.train.build_model import build_model, without_memory
+from shoal.train.recipe.auto_plan import is_calibrated
 from shoal.train.recipe.predict_step import task_for
 
 MESSAGES = ("tp", "cp", "ep", "pp", "dp")
@@ -68,7 +69,7 @@ def predict_case(recipe: Recipe, cluster: Cluster, num_hosts: int = 1) -> Predic
     model = without_memory(lambda: build_model(recipe.model))
     if model is None:
         return None
-    here = replace(cluster, per_node=recipe.plan.layout.world_size // num_hosts, nodes=num_hosts)
+    here = replace(cluster, per_node=-(-recipe.plan.layout.world_size // num_hosts), nodes=num_hosts)
     try:
         found = task_for(recipe, model, here).predict(recipe.plan)
     except ShoalError:
@@ -89,7 +90,7 @@ def predict_case(recipe: Recipe, cluster: Cluster, num_hosts: int = 1) -> Predic
         high=found.time.high,
         peak=sum(causes.values()),
         memory=causes,
-        is_calibrated=cluster.is_measured,
+        is_calibrated=is_calibrated(here),
         messages=sum(found.time.causes()[name] for name in MESSAGES),
         waiting=found.time.bubble,
     )

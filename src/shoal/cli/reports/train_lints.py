@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.planner.lint.lint import Lint, lint
@@ -22,9 +20,7 @@ def costly_lints(recipe: Recipe, per_node: int) -> list[Lint]:
     if model is None or not has_dimensions(model):
         return []
     try:
-        task = task_for(recipe, model)
-        nodes = -(-recipe.plan.layout.world_size // per_node)
-        found = lint(replace(task, cluster=replace(task.cluster, per_node=per_node, nodes=nodes)), recipe.plan)
+        found = lint(task_for(recipe, model, per_node=per_node), recipe.plan)
     except ShoalError:  # no preset for the machine, or a model without known dimensions
         return []
     costly = [(one.saves.part, one) for one in found if one.saves is not None and one.saves.part > COSTLY]

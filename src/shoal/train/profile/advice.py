@@ -38,12 +38,14 @@ class Advice:
     other ranks would wait for it."""
 
     recipe: Recipe
+    per_host: int
+    """Ranks of each host."""
 
     @cached_property
     def task(self) -> Task | None:
         """The planner's task; None: the model cannot be predicted."""
         try:
-            return task_for(self.recipe, model_of(self.recipe))
+            return task_for(self.recipe, model_of(self.recipe), per_node=self.per_host)
         except Exception:  # no preset for this machine, or a model that the planner cannot read
             return None
 

@@ -121,7 +121,7 @@ class RecipeProfile:
         if not self.run.is_main:
             self._result = self._profiler.finish().to_mapping()
             return
-        advice, trace = Advice(self.recipe), self._operators
+        advice, trace = Advice(self.recipe, self.run.world.local_size), self._operators
         memory = {**advice.memory(self.run), "over_time": self._profiler.memory.readings}
         more = {"memory": memory, **(trace.operators() if trace is not None else {})}
         is_traced = trace is not None and self._sensors is not None and self._traced > 0

@@ -46,7 +46,7 @@ def with_best_plan(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recip
         raise_if(check_bf16_weights(recipe.plan, precision=f'--plan "auto {instead}"'))
     model = model_of(recipe)
     workload = workload_for(recipe, model)
-    cluster = replace(cluster_for(recipe.launch.device), per_node=per_node, nodes=-(-num_ranks // per_node))
+    cluster = cluster_of_ranks(recipe.launch.device, num_ranks, per_node)
     task = replace(task_of(recipe, workload, cluster), description=describe(model))
     reject_contradictions(task, recipe.plan)
     best = search(task, recipe.plan, keep=1).best
@@ -97,13 +97,13 @@ def append_measurement(recipe: Recipe, summary: Mapping[str, Any], path: Path) -
     if dimensions is None:
         return False
     workload = Workload(name=recipe.model.name, **dimensions)
-    cluster = replace(cluster_for(recipe.launch.device), per_node=summary["ranks"], nodes=1)
-    is_measured = cluster.is_measured
+    cluster = cluster_of_ranks(recipe.launch.device, summary["ranks"], summary["ranks_per_host"])
     task = task_of(recipe, workload, cluster)
     predicted = task.predict(recipe.plan)
     figures = {"step_seconds": predicted.time.total, "memory_gib": predicted.memory.total / GIB}
     beside = Path(summary["run_directory"]) / "prediction.json"
-    write_whole(beside, json.dumps({**figures, "is_calibrated": is_measured}, indent=2) + "\n")
+    write_whole(beside, json.dumps({**figures, "is_calibrated": is_calibrated(cluster)}, indent=2) + "\n")
+    size = f"{cluster.per_node}x{cluster.nodes}" if cluster.nodes > 1 else f"{cluster.per_node}"
     append(
         path,
         {
@@ -115,7 +115,7 @@ def append_measurement(recipe: Recipe, summary: Mapping[str, Any], path: Path) -
             "precision": recipe.plan.precision,
             "iter_time_s": round(summary["step_seconds_median"], 6), "mem_gib": round(summary["memory_gib_max"], 4),
             "tokens_per_s_per_gpu": round(summary["tokens_per_s"] / summary["ranks"], 3), "plan": str(recipe.plan),
-            "cluster": f"here:{summary['ranks']}" if is_measured else f"{cluster.device.name}:{summary['ranks']}",
+            "cluster": f"{'here' if cluster.is_measured else cluster.device.name}:{size}",
             "predicted_s": round(predicted.time.total, 6), "predicted_gib": round(predicted.memory.total / GIB, 4),
         },
     )  # fmt: skip
@@ -212,6 +212,17 @@ def cluster_for(device: str) -> Cluster:
     if device != "cpu" and torch.cuda.is_available():
         return parse_cluster(preset_of(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory))
     return parse_cluster("cpu")
+
+
+def cluster_of_ranks(device: str, num_ranks: int, per_node: int) -> Cluster:
+    """This machine, and others like it: as many as a number of ranks needs, `per_node` on each."""
+    per_node = min(per_node, num_ranks)
+    return replace(cluster_for(device), per_node=per_node, nodes=-(-num_ranks // per_node))
+
+
+def is_calibrated(cluster: Cluster) -> bool:
+    """Whether all rates were measured on these machines. `shoal calibrate` measures no link between hosts."""
+    return cluster.is_measured and (cluster.nodes == 1 or cluster.between.name == "measured")
 
 
 def preset_of(name: str, memory: int) -> str:

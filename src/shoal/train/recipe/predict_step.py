@@ -14,7 +14,7 @@ from shoal.numerics.optim.groups import moments_of
 from shoal.observe.durable_write import write_whole
 from shoal.predict.cluster import GIB
 from shoal.train.build_model import build_model, describe, without_memory
-from shoal.train.recipe.auto_plan import cluster_for, task_of, unpredicted, workload_for
+from shoal.train.recipe.auto_plan import cluster_of_ranks, is_calibrated, task_of, unpredicted, workload_for
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,25 +45,29 @@ def predict_step(recipe: Recipe) -> dict[str, Any]:
         return {**counted, "not_predicted": error.problems[0].what}
 
 
-def write_prediction(recipe: Recipe, directory: Path) -> None:
-    """Write what the planner predicts of a run into its directory, for its page. Raises where it predicts nothing."""
+def write_prediction(recipe: Recipe, directory: Path, per_node: int) -> None:
+    """Write what the planner predicts of a run into its directory, for its page. Raises where it predicts nothing.
+    `per_node`: the ranks of each host."""
     model = without_memory(lambda: build_model(recipe.model))
     assert model is not None, "the model cannot be built on the meta device"
     if unpredicted(recipe) is not None:
         return
-    task = task_for(recipe, model)
+    task = task_for(recipe, model, per_node=per_node)
     found = task.predict(recipe.plan)
     figures = {"step_seconds": found.time.total, "memory_gib": found.memory.total / GIB}
-    known = {**figures, "is_calibrated": task.cluster.is_measured}
+    known = {**figures, "is_calibrated": is_calibrated(task.cluster)}
     write_whole(directory / "prediction.json", json.dumps(known, indent=2) + "\n")
 
 
-def task_for(recipe: Recipe, model: nn.Module, cluster: Cluster | None = None) -> Task:
+def task_for(
+    recipe: Recipe, model: nn.Module, cluster: Cluster | None = None, *, per_node: int | None = None
+) -> Task:
     """The planner's task for a recipe whose plan is resolved, with the states of its optimizer. `cluster` None: this
-    machine."""
-    workload = workload_for(recipe, model)
-    cluster = cluster or cluster_for(recipe.launch.device)
-    task = task_of(recipe, workload, replace(cluster, per_node=recipe.plan.layout.world_size, nodes=1))
+    machine and others like it, with `per_node` ranks on each; None: with all of them on this one."""
+    workload, world_size = workload_for(recipe, model), recipe.plan.layout.world_size
+    if cluster is None:
+        cluster = cluster_of_ranks(recipe.launch.device, world_size, per_node or world_size)
+    task = task_of(recipe, workload, cluster)
     moments = moments_of(recipe.optim.name, model, describe(model).blocks)
     return replace(task, profile=replace(task.profile, moments=optimizer_bytes(recipe, moments=moments)))
 

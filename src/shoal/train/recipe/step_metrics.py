@@ -239,6 +239,7 @@ class StepMetrics:
             "skipped_steps": self.num_skipped,
             "was_stopped": was_stopped,
             "ranks": self.run.world.size,
+            "ranks_per_host": self.run.world.local_size,
             "plan": str(self.run.plan),
             "parameters": self.run.composed.num_parameters,
             "step_seconds_median": step_seconds,
