@@ -40,7 +40,8 @@ def scale(name: str = "zero=3") -> dict[str, Any]:
     }
     losses = {
         "global_batch": 16, "compared_with": name, "steps": 13, "loss": 5.5, "differences": {name: 1e-7},
-        "largest": 1e-7, "tolerance": 1e-3, "are_equal": True,
+        "norm_differences": {name: 1e-6}, "largest": 1e-7, "largest_of_norm": 1e-6, "tolerance": 1e-3,
+        "are_equal": True,
     }  # fmt: skip
     errors = {"step_error": {"median": 0.04, "worst": 0.08, "rows": 4}, "peak_error": None}
     alone = [{"ranks": 2, "step_seconds": SPREAD}]

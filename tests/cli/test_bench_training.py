@@ -63,7 +63,38 @@ def test_losses_are_the_same_under_every_plan(scaled: tuple[dict[str, Any], Path
     (losses,) = scaled[0]["losses"]
     assert losses["are_equal"]
     assert losses["largest"] < 1e-5
+    assert losses["largest_of_norm"] < 1e-4
     assert set(losses["differences"]) == {"ddp on 2 ranks, batch 4", "tp=2 on 2 ranks, batch 4"}
+
+
+SUMMED = """\
+import torch.distributed as dist
+from torch import nn
+
+class Net(nn.Sequential):
+    def forward(self, images):
+        return super().forward(images)
+
+def build():
+    net = Net(nn.Flatten(), nn.Linear(192, 8))
+    for parameter in net.parameters():
+        parameter.register_hook(lambda gradient: gradient * dist.get_world_size())
+    return net
+"""
+
+
+def test_a_gradient_that_is_wrong_by_a_factor_is_found(host: Host, tmp_path: Path) -> None:
+    """The sum over ranks in place of their mean: AdamW makes the same updates, so that the losses are equal."""
+    (tmp_path / "net.py").write_text(SUMMED)
+    words = ["--model.name", "net.py:build", "--data.source", "synthetic", "--data.synthetic_kind", "images"]
+    words += ["--data.image_size", "8", "--data.vocabulary", "8", "--data.global_batch", "8", "--data.workers", "0"]
+    words += ["--device", "cpu", "--launch.threads", "1", "--cluster", "cpu:2", "--optim.name", "adamw"]
+    words += ["--nproc", "2", "--plans", "ddp", "--mode", "strong", *SHORT]
+    ended = host.run("bench", "scale", *words, cwd=tmp_path)
+    (losses,) = ended.json["losses"]
+    assert ended.code == 1, ended.said
+    assert losses["largest"] < losses["tolerance"]
+    assert losses["largest_of_norm"] == pytest.approx(1.0, rel=0.01)
 
 
 def test_an_illegal_plan_has_its_reason(scaled: tuple[dict[str, Any], Path]) -> None:

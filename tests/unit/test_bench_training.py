@@ -47,16 +47,20 @@ TINY = Recipe(
 )
 
 
-def rank_steps(seconds: list[float], *, losses: list[float] | None = None, peak: int = 100) -> RankSteps:
+def rank_steps(
+    seconds: list[float], *, losses: list[float] | None = None, norm: float = 1.0, peak: int = 100
+) -> RankSteps:
     return RankSteps(
-        seconds=tuple(seconds), waited=(0.5,) * len(seconds), losses=tuple(losses or [1.0] * len(seconds)), peak=peak,
-        process=10, states=Memory(peak, 0, 0),
+        seconds=tuple(seconds), waited=(0.5,) * len(seconds), losses=tuple(losses or [1.0] * len(seconds)),
+        norms=(norm,) * len(seconds), peak=peak, process=10, states=Memory(peak, 0, 0),
     )  # fmt: skip
 
 
-def case(name: str, medians: list[float], losses: list[float] | None = None, job: Any = None) -> Case:
+def case(
+    name: str, medians: list[float], losses: list[float] | None = None, job: Any = None, norm: float = 1.0
+) -> Case:
     made = Case(name, job)
-    made.turns = [Turn.of([rank_steps([9.0] * WARMUP_STEPS + [each], losses=losses)]) for each in medians]
+    made.turns = [Turn.of([rank_steps([9.0] * WARMUP_STEPS + [each], losses=losses, norm=norm)]) for each in medians]
     return made
 
 
@@ -212,10 +216,10 @@ def test_ranks_beyond_the_cores_say_so() -> None:
     assert Ranks(nproc=(4,), threads=1, cores=2, device="cuda").shared(4) == ""
 
 
-def row_with_losses(name: str, last: float, words: str = "ddp") -> Row:
+def row_with_losses(name: str, last: float, words: str = "ddp", norm: float = 1.0) -> Row:
     plan = TINY.plan.parse(words).resolve(2)
     job: Any = type("Job", (), {"recipe": TINY.model_copy(update={"plan": plan})})
-    return Row(mode="strong", plan=name, ranks=2, batch=8, case=case(name, [1.0], [2.0, 1.9, 1.8, last], job))
+    return Row(mode="strong", plan=name, ranks=2, batch=8, case=case(name, [1.0], [2.0, 1.9, 1.8, last], job, norm))
 
 
 def test_a_plan_that_computes_something_else_is_not_compared() -> None:
@@ -241,6 +245,12 @@ def test_a_plan_with_other_losses_is_found() -> None:
     assert found["largest"] == found["differences"]["wrong"] == pytest.approx(0.01 / 1.7)
     (found,) = losses_of(ScaleTable(recipe=TINY, request=request, rows=rows[:2]))
     assert found["are_equal"]
+    rows[2] = row_with_losses("doubled", 1.7, norm=2.0)
+    (found,) = losses_of(ScaleTable(recipe=TINY, request=request, rows=rows))
+    assert not found["are_equal"], "Adam divides a factor of the gradient out, so that losses do not show it"
+    assert (found["largest"], found["largest_of_norm"]) == (pytest.approx(1e-6 / 1.7), 1.0)
+    said = [line for line in bench_scale.sentences({**bench_results.scale(), "losses": [found]}) if "DIFFER" in line]
+    assert [line.partition(", and")[0] for line in said] == ["norms of gradients of batch 8 DIFFER: doubled by 1.0e+00"]
     assert differences({"a": [2.0, 1.0]}, [1.0, 1.0]) == {"a": 1.0}
     lost = {"a": [1.0, math.nan], "b": [1.0, math.inf]}
     assert differences(lost, [1.0, 1.0]) == {"a": math.inf, "b": math.inf}
@@ -257,7 +267,7 @@ def shown(render: Callable[[Console, Any], None], found: dict[str, Any]) -> str:
 def test_tables_have_every_row_its_reason_and_the_load() -> None:
     text = shown(bench_scale.render, bench_results.scale("tp=2"))
     assert "tp=2 on 4 ranks: tp=2" in text
-    assert "losses of 13 steps of batch 16 are equal over all plans, to 1e-07 (rounding)" in text
+    assert "losses of 13 steps of batch 16 are equal over all plans, to 1e-07 (rounding), and norms" in text
     assert "load 0.1 before and 2.1 after" in text
     text = shown(bench_step.render, bench_results.step("recompute full"))
     assert "fastest: recompute full. Paste: recompute full" in text
@@ -336,5 +346,6 @@ def test_the_loop_of_data_parallel_computes_the_same_losses() -> None:
     (ours,) = launch(time_steps, (job, 4), nproc=1)
     (other,) = launch(time_data_parallel, (job, 4, 0), nproc=1)
     assert other.losses == pytest.approx(ours.losses, rel=1e-5)
+    assert other.norms == pytest.approx(ours.norms, rel=1e-4)
     assert other.states == ours.states
     assert ours.losses[0] != ours.losses[3]

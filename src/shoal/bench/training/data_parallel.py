@@ -6,6 +6,7 @@ more alone. Its loop is plain torch: the mean over the labels of the whole batch
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -59,12 +60,14 @@ def time_data_parallel(
         initialise(model, recipe.run.seed)
         optimizer = build_optimizer(model.parameters(), recipe.optim, lr=recipe.optim.lr)
         parallel = nn.DataParallel(model, device_ids=list(range(num_gpus)) or None)
-        seconds, waited, losses = [], [], []
+        seconds, waited, losses, norms = [], [], [], []
         for number in range(num_steps):
             begin, before = time.perf_counter(), loader.seconds_waited
             batch = {name: torch.as_tensor(part).to(world.device) for name, part in next(loader).items()}
             set_lr(optimizer, (number + 1) / num_steps)
-            losses.append(_step(parallel, optimizer, batch, recipe.optim.clip))
+            loss, norm = _step(parallel, optimizer, batch, recipe.optim.clip)
+            losses.append(loss)
+            norms.append(norm)
             waited.append(loader.seconds_waited - before)
             seconds.append(time.perf_counter() - begin - waited[-1])
         loader.close()
@@ -79,19 +82,22 @@ def time_data_parallel(
             seconds=tuple(seconds),
             waited=tuple(waited),
             losses=tuple(losses),
+            norms=tuple(norms),
             peak=peak_bytes(world.device),
             process=process,
             states=Memory(parameters=size, gradients=size, optimizer=num_bytes(states)),
         )
 
 
-def _step(parallel: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any], clip: float | None) -> float:
+def _step(
+    parallel: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any], clip: float | None
+) -> tuple[float, float]:
+    """Make a step; returns its loss, and the norm of its gradient before clipping."""
     inputs = {name: part for name, part in batch.items() if name != "labels"}
     logits = parallel(**inputs)
     loss = cross_entropy(logits.float().flatten(0, -2), batch["labels"].flatten(), ignore_index=-100)
     optimizer.zero_grad()
     loss.backward()
-    if clip is not None:
-        nn.utils.clip_grad_norm_(parallel.parameters(), clip)
+    norm = nn.utils.clip_grad_norm_(parallel.parameters(), math.inf if clip is None else clip)
     optimizer.step()
-    return float(loss.detach())
+    return float(loss.detach()), float(norm)

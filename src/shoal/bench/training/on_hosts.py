@@ -44,6 +44,7 @@ def joined(ranks: Sequence[RankSteps]) -> RankSteps:
         seconds=tuple(max(step) for step in zip(*(rank.seconds for rank in ranks), strict=True)),
         waited=max((rank.waited for rank in ranks), key=sum),
         losses=ranks[0].losses,
+        norms=ranks[0].norms,
         peak=fullest.peak,
         process=fullest.process,
         states=fullest.states,

@@ -36,8 +36,9 @@ Predictions = Mapping[str, Sequence[Predicted | None]]
 BASE = "ddp"
 """The plan of the base, which is alone: nothing is divided and nothing is sent."""
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2, "fp8": 2e-1}
-"""The largest relative difference of a loss between plans that rounding explains. Rounding grows from step to step; a
-gradient that is wrong by a factor changes the loss of the second step by more. An assumption."""
+"""The largest relative difference of a loss or of the norm of a gradient between plans that rounding explains, which
+grows from step to step. An assumption. Losses alone do not show a gradient that is wrong by a factor: Adam divides it
+out."""
 
 TIMES = ("seconds", "low", "high", "messages", "waiting")
 """Keys of a prediction that are times."""
@@ -301,7 +302,7 @@ def _of_round(row: Row, predictions: Predictions, number: int | None = None) -> 
 
 
 def losses_of(table: ScaleTable) -> list[dict[str, Any]]:
-    """For each global batch: whether all plans have the same losses, which they must up to rounding."""
+    """For each global batch: whether all plans have the same losses and gradients, which they must up to rounding."""
     found = []
     tolerance = TOLERANCE[table.recipe.plan.precision]
     rows = [row for row in table.rows if row.case.is_measured and _is_comparable(row, table)]
@@ -310,18 +311,22 @@ def losses_of(table: ScaleTable) -> list[dict[str, Any]]:
         if len(measured) < 2:
             continue
         base, *_ = measured.values()
-        losses = {name: case.turns[-1].losses for name, case in measured.items()}
-        differ = differences(losses, base.turns[-1].losses)
+        turns, of_base = {name: case.turns[-1] for name, case in measured.items()}, base.turns[-1]
+        losses = differences({name: turn.losses for name, turn in turns.items()}, of_base.losses)
+        norms = differences({name: turn.norms for name, turn in turns.items()}, of_base.norms)
+        largest, of_norm = max(losses.values()), max(norms.values())
         found.append(
             {
                 "global_batch": batch,
                 "compared_with": base.name,
-                "steps": len(base.turns[-1].losses),
-                "loss": base.turns[-1].losses[-1],
-                "differences": {name: value for name, value in differ.items() if name != base.name},
-                "largest": max(differ.values()),
+                "steps": len(of_base.losses),
+                "loss": of_base.losses[-1],
+                "differences": {name: value for name, value in losses.items() if name != base.name},
+                "norm_differences": {name: value for name, value in norms.items() if name != base.name},
+                "largest": largest,
+                "largest_of_norm": of_norm,
                 "tolerance": tolerance,
-                "are_equal": max(differ.values()) <= tolerance,
+                "are_equal": max(largest, of_norm) <= tolerance,
             }
         )
     return found

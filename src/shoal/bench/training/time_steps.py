@@ -27,7 +27,7 @@ from shoal.train.recipe.saving.start_weights import expect_weights
 from shoal.train.run import Run
 from shoal.train.trace.find_blocks import attach_blocks
 
-SERIES = ("seconds", "waited", "losses")
+SERIES = ("seconds", "waited", "losses", "norms")
 """Values of every step."""
 COUNTED_STEP = 1
 """The step whose memory is counted: the second, since the first one creates the state of the optimizer."""
@@ -43,6 +43,8 @@ class RankSteps:
     """Seconds that each step waited for its batch."""
     losses: tuple[float, ...]
     """Of the global batch of each step, the same on every rank."""
+    norms: tuple[float, ...]
+    """Of the gradient of each step, before clipping; the same on every rank."""
     peak: int
     """Bytes at the fullest moment: tensors on a GPU, the resident process on a CPU."""
     process: int
@@ -58,7 +60,8 @@ class RankSteps:
     def of(cls, said: Mapping[str, Any]) -> RankSteps:
         """From plain values.
 
-        >>> steps = RankSteps(seconds=(1.0,), waited=(0.0,), losses=(2.0,), peak=3, process=1, states=Memory(1, 1, 0))
+        >>> series = {"seconds": (1.0,), "waited": (0.0,), "losses": (2.0,), "norms": (0.5,)}
+        >>> steps = RankSteps(**series, peak=3, process=1, states=Memory(1, 1, 0))
         >>> RankSteps.of(steps.to_mapping()) == steps
         True
         """
@@ -83,11 +86,12 @@ def time_steps(
     with build_run(job.recipe, world) as run:
         _prepare(run, job)
         held: list[Memory] = []
-        seconds, waited, losses = _steps(run, job, num_steps, held)
+        seconds, waited, losses, norms = _steps(run, job, num_steps, held)
         own = RankSteps(
             seconds=tuple(seconds),
             waited=tuple(waited),
             losses=tuple(losses),
+            norms=tuple(norms),
             peak=peak_bytes(world.device),
             process=process,
             states=held[0],
@@ -107,11 +111,12 @@ def _prepare(run: Run, job: Job) -> None:
     load_first_weights(run, job, Quiet(Console(quiet=True)))
 
 
-def _steps(run: Run, job: Job, num_steps: int, held: list[Memory]) -> tuple[list[float], list[float], list[float]]:
-    """Seconds, waits and losses. The learning rate rises over all steps, so that losses stay comparable."""
+def _steps(run: Run, job: Job, num_steps: int, held: list[Memory]) -> tuple[list[float], ...]:
+    """The values of `SERIES`. The learning rate rises over all steps, so that losses stay comparable."""
     seconds: list[float] = []
     waited: list[float] = []
     losses: list[float] = []
+    norms: list[float] = []
     counted = min(COUNTED_STEP, num_steps - 1)
     loader = build_loader(job, run, workers=0)
     run.world.barrier()
@@ -127,6 +132,8 @@ def _steps(run: Run, job: Job, num_steps: int, held: list[Memory]) -> tuple[list
             waited.append(loader.seconds_waited - before)
             seconds.append(time.perf_counter() - begin - waited[-1])
             run.on_gradients = None
+            assert run.report is not None
+            norms.append(float(run.report.grad_norm))
     finally:
         loader.close()
-    return seconds, waited, losses
+    return seconds, waited, losses, norms

@@ -54,6 +54,8 @@ class Turn:
     """Of each timed step, on its slowest rank."""
     losses: tuple[float, ...]
     """Of all steps."""
+    norms: tuple[float, ...]
+    """Of the gradients of all steps, before clipping."""
     peak: int
     """Bytes on the fullest rank."""
     process: int
@@ -77,6 +79,7 @@ class Turn:
         return cls(
             seconds=slowest,
             losses=ranks[0].losses,
+            norms=ranks[0].norms,
             peak=fullest.peak,
             process=fullest.process,
             states=fullest.states,
@@ -149,9 +152,9 @@ def ratios(case: Case, base: Case, factor: float = 1.0) -> Spread:
     return Spread.of(factor * turn.median / other.median for turn, other in pairs)
 
 
-def differences(losses: Mapping[str, Sequence[float]], base: Sequence[float]) -> dict[str, float]:
-    """Name → the largest relative difference of any step's loss from the base's; infinity if a loss is not finite."""
-    pairs = {name: list(zip(series, base, strict=True)) for name, series in losses.items()}
+def differences(values: Mapping[str, Sequence[float]], base: Sequence[float]) -> dict[str, float]:
+    """Name → the largest relative difference of any step's value from the base's; infinity if one is not finite."""
+    pairs = {name: list(zip(series, base, strict=True)) for name, series in values.items()}
     return {name: max(_difference(own, other) for own, other in each) for name, each in pairs.items()}
 
 

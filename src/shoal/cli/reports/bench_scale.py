@@ -73,18 +73,7 @@ def sentences(found: Found) -> Iterator[str]:
         yield f"{sum(slots)} ranks are {each} of {len(slots)} hosts; fewer are of this host alone"
         if not any(row.get("predicted") for row in found["rows"] if row["ranks"] == sum(slots)):
             yield "predictions between hosts need --cluster, such as h100:8x2 or a file of shoal calibrate"
-    for each in found["losses"]:
-        steps, batch, largest = each["steps"], each["global_batch"], each["largest"]
-        if each["are_equal"]:
-            yield f"losses of {steps} steps of batch {batch} are equal over all plans, to {largest:.0e} (rounding)"
-        elif largest == math.inf:
-            yield f"losses of batch {batch} are NOT FINITE; a lower --optim.lr, or shoal verify"
-        else:
-            worst = max(each["differences"], key=lambda name: each["differences"][name])
-            yield (
-                f"losses of batch {batch} DIFFER: {worst} by {largest:.1e}, and rounding explains"
-                f" {each['tolerance']:.0e} at most; shoal verify compares every gradient"
-            )
+    yield from map(_compared, found["losses"])
     yield from alone(found)
     for key, what in (
         ("step_error", "step times are"),
@@ -94,6 +83,23 @@ def sentences(found: Found) -> Iterator[str]:
         if (error := found["prediction"].get(key)) is not None:
             yield f"predicted {what} off by {percent(error['median'])} (median), {percent(error['worst'])} (worst)"
     yield machine(found)
+
+
+def _compared(each: Found) -> str:
+    """Whether all plans with one batch have the same losses and norms of gradients."""
+    batch, largest, of_norm = each["global_batch"], each["largest"], each["largest_of_norm"]
+    if each["are_equal"]:
+        what = f"losses of {each['steps']} steps of batch {batch} are equal over all plans, to {largest:.0e} (rounding)"
+        return f"{what}, and norms of gradients to {of_norm:.0e}"
+    if max(largest, of_norm) == math.inf:
+        return f"losses or gradients of batch {batch} are NOT FINITE; a lower --optim.lr, or shoal verify"
+    is_loss = largest > each["tolerance"]
+    what, values = ("losses", each["differences"]) if is_loss else ("norms of gradients", each["norm_differences"])
+    worst = max(values, key=lambda name: values[name])
+    return (
+        f"{what} of batch {batch} DIFFER: {worst} by {values[worst]:.1e}, and rounding explains"
+        f" {each['tolerance']:.0e} at most; shoal verify compares every gradient"
+    )
 
 
 def alone(found: Found) -> Iterator[str]:
