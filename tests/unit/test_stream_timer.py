@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +21,10 @@ from shoal.comm.profile.timer import Span, Step, current, enter, part, waiting
 from shoal.observe.profile.kernels import Kernel, gpu_use
 from shoal.observe.profile.profile import Profile
 from shoal.observe.profile.record import RankRecord
+from shoal.observe.profile.verdict import _idle
+from shoal.train.profile import sensors
 from shoal.train.profile.operators import device_events
-from shoal.train.profile.sensors import medians, parse_rows
+from shoal.train.profile.sensors import FIELDS, STAMP, Sensors, medians, parse_rows
 
 
 class Stream:
@@ -168,10 +172,24 @@ def test_an_idle_gpu_is_a_verdict_and_cores_are_none(tmp_path: Path) -> None:
     assert found.verdict.cost == pytest.approx(0.35)
     assert of([Kernel("gemm", 0, 93_000_000, 7)]).verdict.kind == "compute"
     assert found.to_mapping()["gpu"]["utilization"] == pytest.approx(0.6)
+    assert "kernels compute 40% of a step, communication that they wait for 20%" in found.verdict.evidence
     found.write_trace(tmp_path / "trace.json")
     text = (tmp_path / "trace.json").read_text()
     assert '"GPU, by part"' in text
     assert '"stream 16"' in text
+
+
+def test_communication_while_a_rank_waits_is_no_computation() -> None:
+    """Kernels compute 40 % of a step, in parts that take 60 %, and NCCL runs for the 30 % of a wait."""
+    parts = [record({"data": 10, "tp": 30, "forward": 30, "backward": 30})]
+    (wait,) = (span for span in parts[0].steps[0].spans if span.name == "tp")
+    wait.is_wait = True
+    kernels = [Kernel("gemm", 0, 40_000_000, 7), Kernel("ncclDevKernel_AllReduce", 40_000_000, 70_000_000, 16)]
+    found = Profile.of(parts, gpu=lambda seconds: gpu_use(kernels, steps=1, step_seconds=seconds))
+    assert found.more["gpu"]["utilization"] == pytest.approx(0.7)
+    (idle,) = _idle(found.ranks[0], computing=0.4, exposed=0.3)
+    assert idle.cost == pytest.approx(0.2)
+    assert found.verdict.kind == "link", "30 % cost more"
 
 
 def test_shadows_of_host_ranges_and_copies_are_no_kernels() -> None:
@@ -184,9 +202,41 @@ def test_shadows_of_host_ranges_and_copies_are_no_kernels() -> None:
 
 
 def test_sensors_are_medians_of_what_was_read() -> None:
-    rows = parse_rows("1980, 1980, 500.0, 700.00, 54\n1900, 1980, [N/A], 700.00, 55\n1800, 1980, 600.0, 700.00, 56\n19")
-    assert medians(rows) == {
+    text = """\
+2026/11/19 17:28:01.500, 1980, 1980, 500.0, 700.00, 54
+2026/11/19 17:28:02.000, 1900, 1980, [N/A], 700.00, 55
+a message, that, is, no, row, 1
+2026/11/19 17:28:02.500, 1800, 1980, 600.0, 700.00, 56
+2026/11/19 17:28:03.000, 19"""
+    offset = round(datetime.strptime("2026/11/19 17:28:00.000", STAMP).timestamp() * 1e9)
+    readings = parse_rows(text, offset)
+    assert [when / 1e9 for when, _ in readings] == [1.5, 2.0, 2.5]
+    assert medians(row for _, row in readings) == {
         "clock_mhz": 1900.0, "clock_mhz_max": 1980.0, "power_watts": 550.0, "power_watts_limit": 700.0,
         "temperature_celsius": 55.0,
     }  # fmt: skip
     assert medians([]) == {}
+
+
+def test_sensors_are_those_of_the_profiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU idles for longer before the steps and after them."""
+    watts = [80.0]
+    monkeypatch.setattr(sensors, "_nvml_reader", lambda device: lambda: [watts[0]] * len(FIELDS))
+    monkeypatch.setattr(sensors, "PERIOD", 0.001)
+    found = Sensors(torch.device("cuda"))
+
+    def wait_for(more: int) -> int:
+        expected, deadline = len(found._readings) + more, time.monotonic() + 20
+        while len(found._readings) < expected:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return time.monotonic_ns()
+
+    wait_for(20)
+    watts[0] = 700.0
+    begin = wait_for(2)
+    end = wait_for(3)
+    watts[0] = 80.0
+    wait_for(20)
+    assert found.medians(begin, end)["power_watts"] == 700.0
+    assert found.medians(end + 10**12, end + 2 * 10**12) == {}

@@ -61,11 +61,13 @@ class Profile:
     ) -> Profile:
         """The profile of what all ranks have recorded. `gpu`: the use of the GPU in a step of some seconds."""
         ranks = partition(records)
-        found = dict(more or {})
+        found, computing, exposed = dict(more or {}), None, 0.0
         if gpu is not None:
-            found["gpu"] = dict(gpu(statistics.fmean(seconds for rank in ranks for seconds in rank.seconds)))
-        used = found.get("gpu", {}).get("utilization")
-        verdict = judge(ranks, fix, predicted or {}, utilization=used)
+            step = statistics.fmean(seconds for rank in ranks for seconds in rank.seconds)
+            found["gpu"] = used = dict(gpu(step))
+            exposed = used["exposed_seconds"] / step
+            computing = used["busy_seconds"] / step - exposed
+        verdict = judge(ranks, fix, predicted or {}, computing=computing, exposed=exposed)
         return cls(ranks, verdict, plan, predicted or {}, found, kernels)
 
     @property

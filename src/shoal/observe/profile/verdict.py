@@ -71,14 +71,15 @@ def judge(
     fix: Callable[[Verdict], str],
     predicted: Mapping[str, float] | None = None,
     *,
-    utilization: float | None = None,
+    computing: float | None = None,
+    exposed: float = 0.0,
 ) -> Verdict:
-    """The verdict. `fix` says what to type; `predicted` has seconds of a step, by part; `utilization` is the fraction
-    of a step in which a kernel runs on the GPU."""
+    """The verdict. `fix` says what to type; `predicted` has seconds of a step, by part. `computing` and `exposed` are
+    the fractions of a step in which the GPU of the first rank computes, and in which it runs communication alone."""
     parts = mean(ranks)
     step = sum(parts.values())
     shares = {name: seconds / step for name, seconds in parts.items()}
-    causes = [*_candidates(ranks, shares), *_idle(shares, utilization)]
+    causes = [*_candidates(ranks, shares), *_idle(ranks[0], computing, exposed)]
     found = max(causes, key=lambda each: each.cost, default=None)
     jitter = _jitter(ranks)
     if found is None or found.cost < NOTED:
@@ -132,13 +133,19 @@ def _slow_stage(ranks: Sequence[RankParts], shares: Mapping[str, float]) -> Verd
     return Verdict(kind="straggler", rank=slowest, cost=cost, evidence=f"{evidence} ({longer * 1e3:.0f} ms in {part})")
 
 
-def _idle(shares: Mapping[str, float], utilization: float | None) -> Iterator[Verdict]:
-    """The time of a GPU in which no kernel runs, while it computes as far as the parts say."""
-    if utilization is None:
+def _idle(rank: RankParts, computing: float | None, exposed: float) -> Iterator[Verdict]:
+    """The time of a GPU in which no kernel runs, while it computes as far as the parts say. Kernels of communication
+    run while a rank waits, which those parts leave out. Only waits that C++ makes, such as those of torch's DDP, are
+    within them: communication beyond all waits is one of those."""
+    if computing is None:
         return
-    computing = sum(shares.get(name, 0.0) for name in COMPUTING)
-    cost = max(0.0, computing - utilization)
-    evidence = f"kernels run {utilization:.0%} of a step, and forward, backward and update take {computing:.0%}"
+    parts, step = mean([rank]), sum(rank.seconds) / len(rank.steps)
+    of_parts = sum(parts.get(name, 0.0) for name in COMPUTING) / step
+    waits = sum(seconds for name, seconds in parts.items() if name == BUBBLE or axis_of(name)) / step
+    inside = max(0.0, exposed - waits)
+    cost = max(0.0, of_parts - computing - inside)
+    also = f", communication that they wait for {inside:.0%}" if inside else ""
+    evidence = f"kernels compute {computing:.0%} of a step{also}, and forward, backward and update take {of_parts:.0%}"
     yield Verdict(kind="idle", cost=cost, evidence=f"{evidence}: the main thread queues kernels too slowly")
 
 

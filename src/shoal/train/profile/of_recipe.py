@@ -151,8 +151,16 @@ class RecipeProfile:
             **gpu_use(kernels, steps=self._traced, step_seconds=seconds),
             "mfu": self.mfu(seconds),
             "traced_step_seconds": self._operators.seconds / self._traced,
-            **self._sensors.stop(),
+            **self._sensors.medians(*self._window),
         }
+
+    @property
+    def _window(self) -> tuple[int, int]:
+        """When the first profiled step began and the last one ended, in ns of CLOCK_MONOTONIC."""
+        assert self._profiler is not None
+        assert self._profiler.timer is not None
+        steps = self._profiler.timer.steps[WARMUP:]  # of which the last span is the step itself
+        return steps[0].spans[-1].begin, steps[-1].spans[-1].end
 
     def _write(self, found: Profile) -> None:
         """Write both files, or report why not: a full disk does not end a run."""

@@ -1,7 +1,8 @@
 """Clocks, power and temperature of a GPU while steps are profiled, by NVML.
 
 A thread reads them through pynvml, if that is installed; else a process of `nvidia-smi` does. Neither is needed, and
-neither is waited for longer than a second: a sick GPU may not answer.
+neither is waited for longer than a second: a sick GPU may not answer. Every reading has its time, since the GPU is
+idle before the profiled steps and after them.
 """
 
 from __future__ import annotations
@@ -10,14 +11,20 @@ import statistics
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
 import torch
 
 FIELDS = ("clock_mhz", "clock_mhz_max", "power_watts", "power_watts_limit", "temperature_celsius")
-QUERY = "clocks.sm,clocks.max.sm,power.draw,enforced.power.limit,temperature.gpu"
+QUERY = "timestamp,clocks.sm,clocks.max.sm,power.draw,enforced.power.limit,temperature.gpu"
+STAMP = "%Y/%m/%d %H:%M:%S.%f"
+"""How nvidia-smi writes a time, which is the local one."""
+Reading = tuple[int, Sequence[float]]
+"""When it was made, in ns of CLOCK_MONOTONIC, and the fields."""
 PERIOD = 0.05
 """Seconds between two readings."""
 
@@ -26,7 +33,7 @@ class Sensors:
     """Reads the sensors of one GPU until it is stopped."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stop, self._rows = threading.Event(), list[Sequence[float]]()
+        self._stop, self._readings = threading.Event(), list[Reading]()
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._output: Any = None
@@ -41,36 +48,45 @@ class Sensors:
                 [*command, "-lms", str(round(PERIOD * 1000))], stdout=self._output, stderr=subprocess.DEVNULL
             )
 
-    def stop(self) -> dict[str, float]:
-        """Stop reading; field → the median of its readings. Empty: there are none."""
+    def medians(self, begin: int, end: int) -> dict[str, float]:
+        """Stop reading; field → the median of its readings between two times, in ns of CLOCK_MONOTONIC. Empty: there
+        are none."""
+        self.stop()
+        return medians(row for when, row in self._readings if begin <= when <= end)
+
+    def stop(self) -> None:
+        """Stop reading."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(1.0)
-            return medians(self._rows)
         if self._process is None:
-            return {}
+            return
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         self._output.seek(0)
         text, self._process = self._output.read().decode(errors="replace"), None
         self._output.close()
-        return medians(parse_rows(text))
+        self._readings = parse_rows(text, time.time_ns() - time.monotonic_ns())
 
     def _read(self, read: Callable[[], Sequence[float]]) -> None:
         while not self._stop.wait(PERIOD):
             with suppress(Exception):  # a reading that this GPU does not have
-                self._rows.append(read())
+                row = read()
+                self._readings.append((time.monotonic_ns(), row))
 
 
-def parse_rows(text: str) -> list[list[float]]:
-    """The rows that nvidia-smi prints; the last one may be cut off.
-
-    >>> parse_rows("1980, 1980, 512.3, 700.00, 54\\n1965, 1980, [N/A], 700.00, 54\\n1980, 19")
-    [[1980.0, 1980.0, 512.3, 700.0, 54.0], [1965.0, 1980.0, nan, 700.0, 54.0]]
-    """
-    rows = [line.split(", ") for line in text.splitlines()]
-    return [[_number(cell) for cell in row] for row in rows if len(row) == len(FIELDS)]
+def parse_rows(text: str, offset: int) -> list[Reading]:
+    """The rows that nvidia-smi prints; the last one may be cut off. `offset`: ns from CLOCK_MONOTONIC to the time of
+    day."""
+    found: list[Reading] = []
+    for line in text.splitlines():
+        stamp, *cells = line.split(", ")
+        with suppress(ValueError):  # a message in place of a row
+            when = round(datetime.strptime(stamp, STAMP).timestamp() * 1e9) - offset
+            if len(cells) == len(FIELDS):
+                found.append((when, [_number(cell) for cell in cells]))
+    return found
 
 
 def medians(rows: Iterable[Sequence[float]]) -> dict[str, float]:
