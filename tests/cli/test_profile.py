@@ -50,7 +50,10 @@ def test_a_slow_rank_is_named(host: Host, tmp_path: Path) -> None:
     assert "more in optimizer" in found["verdict"]["evidence"]  # the fault is between gradients and update
     assert sum(part["fraction"] for part in found["parts"]) == pytest.approx(1, abs=1e-6)
     assert found["operators"][0]["calls"] > 0
-    assert found["memory"]["measured_peak"] > found["memory"]["counted"]["parameters"] > 0
+    memory, peaks = found["memory"], [rank["peak_bytes"] for rank in found["ranks"]]
+    assert memory["measured_peak"] == max(peaks) == peaks[memory["fullest_rank"]]
+    assert min(peaks) > memory["counted"]["parameters"] > 0
+    assert found["is_calibrated"] is False
     assert found["predicted_step_seconds"] > 0
     written = json.loads((tmp_path / "runs/run-profile/profile.json").read_text())
     assert written["verdict"] == found["verdict"]
@@ -78,6 +81,36 @@ def test_wrong_numbers_of_steps_are_rejected(host: Host, tmp_path: Path) -> None
     text = " ".join(done.err.read_text().split())
     assert "--steps must be at least 1, got 0" in text
     assert "run.profile must be a number of steps, got the time 3min" in text
+
+
+EVALUATED = """\
+import time
+from torch import nn
+
+class Net(nn.Sequential):
+    def forward(self, images):
+        if not self.training:
+            time.sleep(0.4)
+        return super().forward(images)
+
+def build():
+    return Net(nn.Flatten(), nn.Linear(192, 8))
+"""
+
+
+def test_an_evaluation_is_in_no_step(host: Host, tmp_path: Path) -> None:
+    """The steps of a profile are those of the metrics."""
+    (tmp_path / "net.py").write_text(EVALUATED)
+    words = [*WORDS[: WORDS.index("--model.name")], *WORDS[WORDS.index("--device") :]]
+    words += ["--model.name", "net.py:build", "--nproc", "1", "--data.validation", "0.125"]
+    words += ["--run.profile", "3step", "--run.duration", "8step", "--run.evaluate_every", "1step"]
+    done = host.run("train", *words, cwd=tmp_path)
+    assert done.code == 0, done.said
+    found = json.loads((tmp_path / "runs/run/profile.json").read_text())
+    lines = map(json.loads, (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines())
+    seconds = [line["step_seconds"] for line in lines if "step_seconds" in line and 4 <= line["step"] <= 6]
+    assert sum(part["seconds"] for part in found["parts"]) == pytest.approx(found["step_seconds"])
+    assert 3 * found["step_seconds"] == pytest.approx(sum(seconds), abs=0.3)
 
 
 SLOW = """\

@@ -119,6 +119,35 @@ def test_a_wait_is_for_the_last_rank_and_then_for_the_wire() -> None:
     assert stages[0].steps[0]["bubble"] == pytest.approx(0.03)
 
 
+def test_an_evaluation_between_two_steps_is_part_of_neither(clock: Clock) -> None:
+    timer = current.timer
+    assert timer is not None
+    clock.now = 10_000_000
+    with part("evaluation"):
+        clock.now = 50_000_000
+        with part("forward"), waiting("world", enter("1")):
+            clock.now = 70_000_000
+    with part("forward"):
+        clock.now = 100_000_000
+    timer.end_step()
+    (rank,) = partition([RankRecord(0, "a", {}, 1, 8, timer.steps, timer.entered)])
+    assert rank.steps == [{"forward": pytest.approx(0.03), "other": pytest.approx(0.01)}]
+    assert rank.seconds == [pytest.approx(0.04)]
+
+
+def test_the_measured_peak_is_that_of_the_fullest_rank() -> None:
+    """A prediction is of that rank, which under pp need not be the first one."""
+    ranks = [record(rank, [], {}, peak=peak) for rank, peak in enumerate((100 << 20, 300 << 20))]
+    found = Profile.of(ranks, more={"memory": {"predicted": {"total": 280 << 20}}, "is_calibrated": False})
+    said = found.to_mapping()
+    assert (said["memory"]["measured_peak"], said["memory"]["fullest_rank"]) == (300 << 20, 1)
+    assert [rank["peak_bytes"] for rank in said["ranks"]] == [100 << 20, 300 << 20]
+    out = io.StringIO()
+    show_profile({**said, "ranks_count": 2, "trace": None}, as_json=False, out=out)
+    assert "300 MiB at the peak of the fullest rank, 1, 280 MiB predicted" in out.getvalue()
+    assert "predicted from rates of presets" in out.getvalue()
+
+
 def test_waits_for_small_buckets_are_told_from_a_slow_link() -> None:
     def verdict(**sent: int) -> Verdict:
         waits = [Span("dp_replicate", 10_000_000, "1|1", is_wait=True, end=60_000_000)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from shoal.blueprint.plan import Plan
 from shoal.config.load import load_recipe
 from shoal.observe.profile.verdict import Verdict, _beside
+from shoal.predict.cluster_parser import parse_cluster
 from shoal.train.profile.advice import Advice
+from shoal.train.recipe.auto_plan import is_calibrated
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 
@@ -40,6 +43,17 @@ def test_messages_between_hosts_are_predicted_for_their_link() -> None:
     on_one, on_two, uneven = (Advice(recipe, per_host).predicted["dp_replicate.wire"] for per_host in (4, 2, 3))
     assert on_two > on_one
     assert uneven > on_one
+
+
+def test_a_prediction_between_hosts_is_calibrated_if_their_link_was_measured() -> None:
+    one, two = (replace(parse_cluster(size), is_measured=True) for size in ("cpu:2", "cpu:2x2"))
+    assert is_calibrated(one)
+    assert not is_calibrated(two)
+    assert is_calibrated(replace(two, between=replace(two.between, name="measured")))
+    assert not is_calibrated(parse_cluster("cpu:2"))
+    recipe = load_recipe(TINY, [("launch.device", "cpu")])
+    recipe = recipe.model_copy(update={"plan": Plan.parse("ddp").resolve(2)})
+    assert Advice(recipe, 2).is_calibrated is False
 
 
 def test_nothing_is_said_of_a_part_that_was_not_predicted() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.bf16_weights import check_bf16_weights
 from shoal.blueprint.validation.check import check_ranks, check_unread
-from shoal.comm.profile.timer import part, timed_items
+from shoal.comm.profile.timer import EVALUATION, part, timed_items
 from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
 from shoal.comm.world import World, reject_spawned_alone, use_device
 from shoal.config.checks.arguments import check_start
@@ -225,7 +225,7 @@ class Run(RunState):
         """
         use_device(self.device)
         self.check_last_step()
-        with self.composed.shared_weights(), evaluation_weights(self):
+        with part(EVALUATION), self.composed.shared_weights(), evaluation_weights(self):
             return evaluate(self, batches, stop)
 
     def sync_replicas(self) -> None:

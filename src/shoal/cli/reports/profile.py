@@ -55,10 +55,12 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"next      {verdict['next']}"
     for axis, hidden in found.get("overlap", {}).items():
         yield f"hidden    {hidden:.0%} of the communication of {axis} is beside computation"
+    if found.get("is_calibrated") is False:
+        yield "predicted from rates of presets, which were not measured on these machines; see shoal calibrate"
     if memory := found.get("memory"):
-        predicted = memory.get("predicted", {})
+        predicted, peak = memory.get("predicted", {}), memory["measured_peak"] / 2**20
         beside = f", {predicted['total'] / 2**20:,.0f} MiB predicted" if predicted else ""
-        yield f"memory    {memory['measured_peak'] / 2**20:,.0f} MiB at the peak of rank 0{beside}"
+        yield f"memory    {peak:,.0f} MiB at the peak of the fullest rank, {memory['fullest_rank']}{beside}"
     yield from _gpu(found)
     if operators := found.get("operators"):
         yield "operators " + ", ".join(f"{each['operator']} {each['fraction']:.0%}" for each in operators[:5])

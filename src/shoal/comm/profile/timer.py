@@ -27,6 +27,8 @@ OTHER = "other"
 """The time of a step that no part names."""
 SAVE = "save"
 """The part in which ranks save; waits inside of it are part of it."""
+EVALUATION = "evaluation"
+"""An evaluation between two steps, with all parts and waits inside of it: it is left out of the step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -199,7 +201,7 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 def part(name: str) -> AbstractContextManager[None]:
     """Time a part of the step, if a timer runs in this thread."""
     timer = current.timer
-    if timer is None:
+    if timer is None or timer.is_inside(EVALUATION):
         return NOTHING
     return _Timed(timer, name) if timer.is_timed_here() else NOTHING
 
@@ -207,7 +209,7 @@ def part(name: str) -> AbstractContextManager[None]:
 def waiting(axis: str, key: str | None) -> AbstractContextManager[None]:
     """Time a wait for other ranks, if a timer runs in this thread. Ranks that save together wait for a disk."""
     timer = current.timer
-    if timer is None or timer.is_inside(SAVE):
+    if timer is None or timer.is_inside(SAVE) or timer.is_inside(EVALUATION):
         return NOTHING
     return _TimedWait(timer, axis, key) if timer.is_timed_here() else NOTHING
 

@@ -8,7 +8,7 @@ so the two can be separated:
 
 Between the stages of a pipeline, `late` is the bubble: a stage has nothing to compute until another one sends. That
 holds for the end of a step as well, where the first stage is still in its last backward. Ranks of several hosts have no
-common clock: their waits stay whole.
+common clock: their waits stay whole. An evaluation between two steps is no part of either.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shoal.comm.profile.timer import Span
+from shoal.comm.profile.timer import EVALUATION, Span
 from shoal.observe.profile.record import RankRecord
 
 BUBBLE = "bubble"
@@ -55,7 +55,8 @@ class RankParts:
         if self.record.device != "cpu":  # its steps are those of a stream
             return None
         delays = [step.delay for step in self.record.steps if step.delay is not None]
-        return sum(delays) / 1e9 / sum(self.seconds) if delays and len(delays) == len(self.seconds) else None
+        whole = sum(step.spans[-1].end - step.spans[-1].begin for step in self.record.steps)  # with evaluations
+        return sum(delays) / whole if delays and len(delays) == len(self.seconds) else None
 
 
 def partition(records: Sequence[RankRecord]) -> list[RankParts]:
@@ -68,13 +69,14 @@ def _of_rank(record: RankRecord, records: Sequence[RankRecord], arrivals: Mappin
     found = RankParts(record)
     for step in record.steps:
         parts: dict[str, float] = defaultdict(float)
-        for span in step.spans:
+        left_out = sum(span.own for span in step.spans if span.name == EVALUATION)
+        for span in (span for span in step.spans if span.name != EVALUATION):
             for name, nanoseconds, last in _cut(span, record, records, arrivals):
                 parts[name] += nanoseconds / 1e9
                 if last is not None:
                     found.late_for[last] += nanoseconds / 1e9
         found.steps.append(dict(parts))
-        found.seconds.append((step.spans[-1].end - step.spans[-1].begin) / 1e9)
+        found.seconds.append((step.spans[-1].end - step.spans[-1].begin - left_out) / 1e9)
     return found
 
 

@@ -67,6 +67,9 @@ class Profile:
             found["gpu"] = used = dict(gpu(step))
             exposed = used["exposed_seconds"] / step
             computing = used["busy_seconds"] / step - exposed
+        if "memory" in found:
+            fullest = max((rank.record for rank in ranks), key=lambda record: record.peak)
+            found["memory"] = {"measured_peak": fullest.peak, "fullest_rank": fullest.rank, **found["memory"]}
         verdict = judge(ranks, fix, predicted or {}, computing=computing, exposed=exposed)
         return cls(ranks, verdict, plan, predicted or {}, found, kernels)
 
@@ -131,4 +134,5 @@ def _of_rank(rank: RankParts) -> dict[str, Any]:
         "parts": mean([rank]),
         "waited_for": {str(last): seconds / len(rank.steps) for last, seconds in rank.late_for.items()},
         "core_wait_fraction": rank.delay,
+        "peak_bytes": rank.record.peak,
     }

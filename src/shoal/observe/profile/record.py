@@ -30,13 +30,15 @@ class RankRecord:
     """Buckets of gradients that replicas average in a step; 0: not known."""
     bytes: int = 0
     """That this rank sends for them."""
+    peak: int = 0
+    """Bytes at its fullest moment, up to the end of the timed steps."""
 
     def to_mapping(self) -> dict[str, Any]:
         """As plain data."""
         return {
             "rank": self.rank, "host": self.host, "place": dict(self.place), "threads": self.threads,
             "cores": self.cores, "entered": dict(self.entered), "device": self.device,
-            "messages": self.messages, "bytes": self.bytes,
+            "messages": self.messages, "bytes": self.bytes, "peak": self.peak,
             "steps": [{"delay": step.delay, "spans": [_to_list(span) for span in step.spans]} for step in self.steps],
         }  # fmt: skip
 

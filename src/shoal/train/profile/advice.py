@@ -12,11 +12,11 @@ from shoal.affinity import num_cores
 from shoal.config.recipe import Recipe
 from shoal.observe.profile.profile import FIXES
 from shoal.observe.profile.verdict import Verdict
-from shoal.parallel.inspect.live_memory import live_memory, peak_bytes
+from shoal.parallel.inspect.live_memory import live_memory
 from shoal.planner.changes.next_change import COMPUTE, NextChange, next_change
 from shoal.planner.task import Task
 from shoal.predict.estimate.step_time import StepTime
-from shoal.train.recipe.auto_plan import model_of
+from shoal.train.recipe.auto_plan import is_calibrated, model_of
 from shoal.train.recipe.predict_step import task_for
 from shoal.train.run import Run
 
@@ -68,9 +68,14 @@ class Advice:
                 return str(found)
         return TO_TYPE.get(verdict.kind, FIXES[verdict.kind])
 
+    @property
+    def is_calibrated(self) -> bool | None:
+        """Whether the prediction is of rates that were measured on these machines; None: there is none."""
+        return is_calibrated(self.task.cluster) if self.task is not None and self.predicted else None
+
     def memory(self, run: Run) -> dict[str, Any]:
-        """Bytes of a rank: the measured peak, counted states, and the prediction by cause."""
-        found: dict[str, Any] = {"measured_peak": peak_bytes(run.device)}
+        """Bytes: counted states of this rank, and the prediction by cause, of the fullest rank."""
+        found: dict[str, Any] = {}
         with suppress(Exception):
             counted = live_memory(run.composed, run.optimizer)
             found["counted"] = {"parameters": counted.parameters, "optimizer": counted.optimizer}

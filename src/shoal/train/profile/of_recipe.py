@@ -123,7 +123,8 @@ class RecipeProfile:
             return
         advice, trace = Advice(self.recipe, self.run.world.local_size), self._operators
         memory = {**advice.memory(self.run), "over_time": self._profiler.memory.readings}
-        more = {"memory": memory, **(trace.operators() if trace is not None else {})}
+        operators = trace.operators() if trace is not None else {}
+        more = {"is_calibrated": advice.is_calibrated, "memory": memory, **operators}
         is_traced = trace is not None and self._sensors is not None and self._traced > 0
         kernels = trace.kernels() if trace is not None and is_traced else []
         found = self._profiler.finish(

@@ -30,6 +30,7 @@ from shoal.observe.profile.kernels import Kernel
 from shoal.observe.profile.profile import FIXES, Profile
 from shoal.observe.profile.record import RankRecord
 from shoal.observe.profile.verdict import Verdict
+from shoal.parallel.inspect.live_memory import peak_bytes
 from shoal.train.profile.memory_over_time import MemoryOverTime
 from shoal.train.run import Run
 
@@ -41,6 +42,7 @@ class Profiler:
         self.run, self.warmup = run, warmup
         self.timer: PartTimer | None = None
         self._found: Profile | None = None
+        self._peak = 0
         self._undo: list[Callable[[], None]] = []
         self._overlaps: list[Overlap] = []
 
@@ -76,6 +78,8 @@ class Profiler:
     def stop(self) -> None:
         """End to time. A step that is not finished is left out."""
         current.timer = None
+        if self._undo:  # the first time: what follows is not of the timed steps
+            self._peak = peak_bytes(self.run.device)
         while self._undo:
             self._undo.pop()()
 
@@ -207,6 +211,7 @@ class Profiler:
             messages=0 if sent is None else sent.messages,
             bytes=0 if sent is None else sent.bytes,
             device=device,
+            peak=self._peak,
         )
 
 

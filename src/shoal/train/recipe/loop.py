@@ -14,7 +14,7 @@ from torch.distributed import Store
 
 from shoal.blueprint.layout_drawing import draw_layout
 from shoal.comm.heartbeat.heart import begin_step, phase
-from shoal.comm.profile.timer import part
+from shoal.comm.profile.timer import EVALUATION, part
 from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.config.recipe import Recipe
@@ -188,7 +188,8 @@ def _steps(
         done = run.steps_done
         if not evaluate_every or not done or done % evaluate_every or step_metrics.evaluated_at == done:
             return False
-        is_complete = _evaluate(run, job, step_metrics, line, stop_request)
+        with part(EVALUATION):
+            is_complete = _evaluate(run, job, step_metrics, line, stop_request)
         if is_complete and step_metrics.eval_loss is not None:
             line.note(f"step {done}: validation loss {step_metrics.eval_loss:.4f}")
         return not is_complete
