@@ -19,7 +19,7 @@ from shoal.observe.profile.words import spoken
 
 FIXES = {
     "compute": 'Run("bf16"), compile=True, or more ranks',
-    "data": "DataLoader(..., num_workers=4)",
+    "data": "more num_workers= of the DataLoader, or data on a faster disk",
     "straggler": "top -H on its host: other processes, heat, a slow disk; or uneven batches",
     "link": "shoal bench comm, and fewer bytes: a larger batch, zero=1 in place of zero=3, compress=int8",
     "bucket": "Run(bucket_mb=25)",

@@ -8,28 +8,19 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from shoal.affinity import num_cores
 from shoal.config.recipe import Recipe
-from shoal.observe.profile.profile import FIXES
 from shoal.observe.profile.verdict import Verdict
 from shoal.parallel.inspect.live_memory import live_memory
 from shoal.planner.changes.next_change import COMPUTE, NextChange, next_change
 from shoal.planner.task import Task
 from shoal.predict.estimate.step_time import StepTime
+from shoal.train.profile.fixes import MODEL_AXES, cause_of, for_cores, to_type
 from shoal.train.recipe.auto_plan import is_calibrated, model_of
 from shoal.train.recipe.predict_step import task_for
 from shoal.train.run import Run
 
-TO_TYPE = {
-    "compute": "nothing to change: the time is the model's own arithmetic; more ranks, or --run.compile true",
-    "idle": "--run.compile true, or a larger --plan.mb: fewer and larger kernels",
-    "bucket": "--run.bucket_mb 25",
-    "data": "--data.workers 4, or data on a faster disk",
-    "bubble": "--plan.mb 1, or another size that gives more microbatches",
-    "recompute": "--plan.recompute selective, or none, if memory allows",
-    "saving": "--checkpoint.every 10min, or --checkpoint.dir on a faster disk",
-}
-"""What to type where the planner knows nothing better."""
+PRICED = ("compute", "bubble", "recompute", "dp", *MODEL_AXES)
+"""Causes of which the planner predicts what less of them saves."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +31,8 @@ class Advice:
     recipe: Recipe
     per_host: int
     """Ranks of each host."""
+    workers: int = 0
+    """Processes that prepare batches of a rank."""
 
     @cached_property
     def task(self) -> Task | None:
@@ -59,14 +52,11 @@ class Advice:
     def fix(self, verdict: Verdict) -> str:
         """What to type: a change that the planner has priced, if it can."""
         if verdict.kind == "cores":
-            return self._fix_cores()
-        bucket = self.recipe.run.bucket_mb
-        if verdict.kind == "bucket" and isinstance(bucket, float):
-            return f"--run.bucket_mb auto in place of {bucket:g}"
+            return for_cores(self.recipe, self.per_host)
         with suppress(Exception):
             if (found := self._priced(verdict)) is not None:
                 return str(found)
-        return TO_TYPE.get(verdict.kind, FIXES[verdict.kind])
+        return to_type(verdict, self.recipe, workers=self.workers)
 
     @property
     def is_calibrated(self) -> bool | None:
@@ -87,19 +77,13 @@ class Advice:
         return found
 
     def _priced(self, verdict: Verdict) -> NextChange | None:
-        cause = verdict.axis if verdict.axis in ("tp", "cp", "ep", "pp") else "dp" if verdict.axis else verdict.kind
-        if self.task is None or cause not in ("compute", "bubble", "recompute", "tp", "cp", "ep", "pp", "dp"):
+        cause, plan = cause_of(verdict), self.recipe.plan
+        has_bucket = verdict.kind == "bucket" and self.recipe.run.bucket_mb is not None
+        if self.task is None or has_bucket or cause not in PRICED:
             return None
-        return next_change(self.task, self.recipe.plan, cause)
-
-    def _fix_cores(self) -> str:
-        ranks, threads = self.recipe.plan.layout.world_size, self.recipe.launch.threads
-        cores = num_cores()
-        if ranks > cores:
-            return f"--nproc {cores}: more ranks than cores do not compute faster"
-        if threads is not None and threads * ranks > cores:
-            return f"--launch.threads {max(1, cores // ranks)} in place of {threads}"
-        return "top, to find the other programs that use the cores"
+        if self.task.cluster.num_devices != plan.layout.world_size:  # hosts with different numbers of ranks
+            return None
+        return next_change(self.task, plan, cause)
 
 
 def parts_of(time: StepTime, recipe: Recipe) -> dict[str, float]:

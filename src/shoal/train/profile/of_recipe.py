@@ -46,11 +46,14 @@ class RecipeProfile:
         is_only: bool = False,
         mfu: Callable[[float], float | None] = lambda seconds: None,
         leave_out: Callable[[float], None] = lambda seconds: None,
+        loader_processes: Callable[[], int] = lambda: 0,
     ) -> None:
         self.mfu = mfu
         """Seconds of a step → the utilization of its FLOPs; None: not known."""
         self.leave_out = leave_out
         """Called with the seconds that the profile itself has taken, which are no part of a step."""
+        self.loader_processes = loader_processes
+        """The processes that prepare batches of this rank."""
         self.run, self.recipe, self.steps, self.directory, self.note = run, recipe, steps, directory, note
         self.is_only = is_only
         """Whether the run exists for its profile."""
@@ -121,7 +124,8 @@ class RecipeProfile:
         if not self.run.is_main:
             self._result = self._profiler.finish().to_mapping()
             return
-        advice, trace = Advice(self.recipe, self.run.world.local_size), self._operators
+        advice = Advice(self.recipe, self.run.world.local_size, workers=self.loader_processes())
+        trace = self._operators
         memory = {**advice.memory(self.run), "over_time": self._profiler.memory.readings}
         operators = trace.operators() if trace is not None else {}
         more = {"is_calibrated": advice.is_calibrated, "memory": memory, **operators}

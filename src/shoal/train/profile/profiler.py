@@ -27,10 +27,11 @@ from shoal.comm.profile.waits import watch_waits
 from shoal.comm.replicas.overlap import Overlap
 from shoal.errors import ShoalError
 from shoal.observe.profile.kernels import Kernel
-from shoal.observe.profile.profile import FIXES, Profile
+from shoal.observe.profile.profile import Profile
 from shoal.observe.profile.record import RankRecord
 from shoal.observe.profile.verdict import Verdict
 from shoal.parallel.inspect.live_memory import peak_bytes
+from shoal.train.profile.fixes import to_change
 from shoal.train.profile.memory_over_time import MemoryOverTime
 from shoal.train.run import Run
 
@@ -110,7 +111,13 @@ class Profiler:
         every = [RankRecord.from_mapping(record) for record in records]
         found = {**(more or {}), "overlap": self._overlap()}
         self._found = Profile.of(
-            every, plan=plan, fix=fix or self._fix, predicted=predicted, more=found, kernels=kernels, gpu=gpu
+            every,
+            plan=plan,
+            fix=fix or (lambda verdict: to_change(verdict, self.run.plan, self.run.policies)),
+            predicted=predicted,
+            more=found,
+            kernels=kernels,
+            gpu=gpu,
         )
         return self._found
 
@@ -173,13 +180,6 @@ class Profiler:
                 hook.remove()
 
         return undo
-
-    def _fix(self, verdict: Verdict) -> str:
-        """What a script changes."""
-        bucket = self.run.policies.sync.bucket_mb
-        if verdict.kind == "bucket" and isinstance(bucket, float):
-            return f'Run(bucket_mb="auto") in place of {bucket:g}'
-        return FIXES[verdict.kind]
 
     def _overlap(self) -> dict[str, float]:
         """Axis → the part of its communication that computation hides, on this rank; on a CPU alone."""

@@ -84,7 +84,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         choices = [text for text in (sync_chosen, algorithm_chosen(run), bucket_chosen(run), run.fused_layers) if text]
         line.note(_headline(run, job, lr, choices, storage))
         loader = build_loader(job, run, workers=recipe.data.workers)
-        profile = _profile(run, job, invocation, storage, line, step_metrics)
+        profile = _profile(run, job, invocation, storage, line, step_metrics, loader)
         with ExitStack() as ends:
             for one in (storage, line, step_metrics, loader, profile):  # the last one is closed first
                 ends.callback(one.close)
@@ -123,7 +123,13 @@ def _storage(run: Run, job: Job, invocation: RunInvocation, line: ProgressLine) 
 
 
 def _profile(
-    run: Run, job: Job, invocation: RunInvocation, storage: NoStorage, line: ProgressLine, metrics: StepMetrics
+    run: Run,
+    job: Job,
+    invocation: RunInvocation,
+    storage: NoStorage,
+    line: ProgressLine,
+    metrics: StepMetrics,
+    loader: Loader,
 ) -> RecipeProfile:
     steps = job.recipe.run.profile.steps(**units(job.recipe, job.training)) or 0
     profile = RecipeProfile(
@@ -135,6 +141,7 @@ def _profile(
         is_only=invocation.only_profiles,
         mfu=metrics.mfu,
         leave_out=metrics.leave_out,
+        loader_processes=lambda: loader.num_processes,
     )
     profile.begin()
     return profile
