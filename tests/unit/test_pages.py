@@ -17,11 +17,14 @@ from typing import Any
 
 import pytest
 
+from shoal.blueprint.plan import Plan
 from shoal.cli import main
 from shoal.comm.heartbeat import slowest
 from shoal.comm.heartbeat.arrivals import Straggler
+from shoal.config.load import build_recipe
 from shoal.errors import ShoalError
 from shoal.observe.events import append_event, append_failure
+from shoal.observe.run_directory import RunDirectory
 from shoal.pages.curves import MOST_POINTS, downsample
 from shoal.pages.html import ASSETS, data
 from shoal.pages.report import make_report, write_page
@@ -300,6 +303,30 @@ def test_the_verdict_of_a_profile_is_looked_at_next(tmp_path: Path, kind: str, i
     (path / "profile.json").write_text(json.dumps({"verdict": verdict}))
     found = [each for each in findings(read_run(path)) if each.what == "Profile: link-bound on tp"]
     assert [(each.evidence, each.next, each.weight) for each in found] == [("tp waits", "--plan.tp 1", 0.4)] * is_named
+
+
+def test_a_run_that_resumes_under_another_plan_shows_nothing_of_the_plan_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    verdict = {"kind": "link", "title": "link-bound on dp", "cost": 0.4, "evidence": "dp waits", "next": "--plan.tp 1"}
+    made = {"plan": "dp_replicate=2 zero=0", "parts": [{"part": "forward", "seconds": 0.2}], "verdict": verdict}
+    for plan in ("dp_replicate=2 zero=0", "tp=2"):
+        recipe = build_recipe({"run": {"dir": "run"}, "plan": str(Plan.parse(plan).resolve(2))}, title="test")
+        directory = RunDirectory.claim(recipe)
+        directory.begin(recipe)
+        directory.close()
+        write_lines(Path("run/metrics.jsonl"), map(record, range(1, 31)))
+        names = re.findall(r"<section id=(\w+)>", page_of(Path("run")))
+        assert {"profile", "predicted"} & set(names) == set()
+        for name, found in (("profile", made), ("prediction", {"step_seconds": 0.5}), ("trace", {})):
+            assert not Path(f"run/{name}.json").exists()
+            Path(f"run/{name}.json").write_text(json.dumps(found))
+    run = read_run(Path("run"))  # the profile is that of the first plan: a run before this version resumed
+    assert "Profile: link-bound on dp" not in [each.what for each in findings(run)]
+    assert "<section id=profile>" not in make_report([run])
+    (tmp_path / "run/profile.json").write_text(json.dumps({**made, "plan": "tp=2 zero=0"}))
+    assert "<section id=profile>" in page_of(Path("run"))
 
 
 def test_profiles_of_several_runs_are_side_by_side_and_every_section_has_one_name(tmp_path: Path) -> None:

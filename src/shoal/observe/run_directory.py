@@ -7,7 +7,9 @@ runs/tiny/
   events.jsonl        starts, saves and failures, one JSON object each
   checkpoints/        saved steps
   lock                locked by the process that writes here, until it ends
+  profile.json        of a run with run.profile, like trace.json: the parts of a step under its plan
   summary.json        written last: a directory without it is an unfinished run
+  prediction.json     written after it: what the planner predicts of the plan that ran
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ _WRITTEN = (
     "environment.json",
 )
 
+_OF_BEFORE = ("summary.json", "prediction.json", "profile.json", "trace.json")
+"""What a run that resumes leaves out of date: its plan, its machine and its settings of a profile may be others."""
 
 MOST_COMMAND = 2**10
 """The largest size of a lock in bytes."""
@@ -119,13 +123,15 @@ class RunDirectory:
         return cls(path, resumes=resumes, is_fresh=resume == "fresh")
 
     def begin(self, recipe: Recipe) -> None:
-        """Write the recipe and the environment, and remove an earlier run if `fresh`. All checks have passed by now."""
+        """Write the recipe and the environment, and remove what the run before has measured last; if `fresh`, all of
+        it. All checks have passed by now."""
         try:
             if self._is_fresh:
                 _remove_run(self.path)
             write_whole(self.path / "recipe.yaml", dump_recipe(recipe))
             write_whole(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
-            (self.path / "summary.json").unlink(missing_ok=True)  # the run is unfinished again
+            for name in _OF_BEFORE:  # the run is unfinished again
+                (self.path / name).unlink(missing_ok=True)
             sync(self.path)
         except OSError as error:
             raise _unwritable(self.path, error) from None

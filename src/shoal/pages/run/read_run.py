@@ -71,11 +71,7 @@ class RunRecord:
     @property
     def plan(self) -> Plan | None:
         """The plan that ran; None: it is not known."""
-        text = self.summary.get("plan") or self.recipe.get("plan")
-        try:
-            return Plan.parse(text) if isinstance(text, str) and len(text) < 500 else None
-        except ShoalError:
-            return None
+        return _plan(self.summary.get("plan") or self.recipe.get("plan"))
 
     @property
     def layout(self) -> Layout | None:
@@ -122,13 +118,30 @@ def read_run(path: Path, *, with_ranks: bool = True) -> RunRecord:
         environment=environment,
         summary=summary,
         prediction=read_object(path / "prediction.json"),
-        profile=read_object(path / "profile.json", MOST_PROFILE),
+        profile=_profile(path, _plan(summary.get("plan") or recipe.get("plan"))),
         metrics=metrics,
         events=list(read_records(path / "events.jsonl", 2**24, lost=lost))[-MOST_EVENTS:],
         saved_steps=_saved_steps(path / "checkpoints"),
         ranks=_ranks(path) if with_ranks else {},
         damaged=_damaged(path, lost, is_recipe=bool(recipe)),
     )
+
+
+def _plan(text: Any) -> Plan | None:
+    """A plan; None: the text is none."""
+    try:
+        return Plan.parse(text) if isinstance(text, str) and len(text) < 500 else None
+    except ShoalError:
+        return None
+
+
+def _profile(path: Path, plan: Plan | None) -> Record:
+    """The profile of a run, unless it was made under another plan, before the run was resumed."""
+    found = read_object(path / "profile.json", MOST_PROFILE)
+    profiled = _plan(found.get("plan"))
+    if plan is None or profiled is None or not plan.is_resolved:
+        return found
+    return found if profiled.brief() == plan.brief() else {}
 
 
 def _damaged(path: Path, lost: Counter[str], *, is_recipe: bool) -> list[str]:
