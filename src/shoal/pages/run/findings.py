@@ -57,12 +57,10 @@ def _damage(run: RunRecord) -> Iterator[Finding]:
 
 def _losses(run: RunRecord) -> Iterator[Finding]:
     table = run.metrics
-    bad = [step for step, loss in zip(table.steps, table.column("loss"), strict=True) if not math.isfinite(loss)]
-    bad = bad if "loss" in table.columns else []
-    if bad:
+    if table.not_finite:
         yield Finding(
             "The loss is not finite",
-            f"first at step {bad[0]:,}",
+            f"first at step {table.not_finite[0]:,}",
             "a lower --optim.lr; --run.on_nan says what follows",
             0.95,
         )

@@ -35,8 +35,12 @@ class MetricsTable:
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     """Steps whose update was skipped."""
+    not_finite: list[int] = field(default_factory=list)
+    """Steps whose loss is not finite."""
     straggler: Mapping[str, Any] = field(default_factory=dict)
     """The last record with a straggler."""
+    sampled: str = ""
+    """How a file was read that is too long to be read whole; empty: all of it was."""
 
     def column(self, name: str) -> Sequence[float]:
         """The values of a key, one per step."""
@@ -90,6 +94,8 @@ def make_table(records: Iterable[Mapping[str, Any]]) -> MetricsTable:
     table.columns = {name: values for name, values in table.columns.items() if name in known}
     table.evaluations = sorted(evaluations.items())
     _sort(table)
+    if not are_finite(losses := table.columns.get("loss", array("d"))):
+        table.not_finite = [step for step, loss in zip(table.steps, losses, strict=True) if not math.isfinite(loss)]
     return table
 
 

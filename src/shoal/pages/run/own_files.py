@@ -9,14 +9,14 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from shoal.files import open_regular
 
 MOST_WHOLE = 2**28
-"""Bytes up to which a file of lines is read whole; of a longer one, lines are sampled."""
+"""Bytes up to which a file of lines is read whole; of a longer one, lines at even distances and those of its end."""
 LONGEST_LINE = 2**14
 """Bytes; a longer line is left out."""
 TOGETHER = 1_000
@@ -53,7 +53,7 @@ def read_records(path: Path, most: int = MOST_WHOLE, *, lost: Counter[str] | Non
     try:
         with open_own(path) as file:
             size = os.fstat(file.fileno()).st_size
-            lines = iter(file) if size <= most else sampled_lines(file, size, most // 2**12)
+            lines = iter(file) if size <= most else _sampled(file, size, most // 2**12)
             while chunk := list(islice(lines, TOGETHER)):
                 found = list(filter(is_record, parse_lines(chunk)))
                 if lost is not None and len(found) < len(chunk):
@@ -67,10 +67,15 @@ def sample_records(path: Path, number: int) -> list[Record]:
     """At most `number` records of a file, evenly spaced by position, the last one among them."""
     try:
         with open_own(path) as file:
-            lines = list(sampled_lines(file, os.fstat(file.fileno()).st_size, number))
+            size = os.fstat(file.fileno()).st_size
+            lines = list(sampled_lines(file, size, number - 1))
+            file.seek(max(0, size - LONGEST_LINE))
+            ends = file.read(LONGEST_LINE).split(b"\n")
     except OSError:
         return []
-    return [record for line in lines if is_record(record := parse(line))]
+    found = [record for line in lines if is_record(record := parse(line))]
+    last = next((record for line in reversed(ends) if is_record(record := parse(line))), None)
+    return found if last is None or last in found[-1:] else [*found, last]
 
 
 def tail_records(path: Path) -> list[Record]:
@@ -82,6 +87,20 @@ def tail_records(path: Path) -> list[Record]:
     except OSError:
         return []
     return [record for line in lines if is_record(record := parse(line))]
+
+
+def _sampled(file: BinaryIO, size: int, number: int) -> Iterator[bytes]:
+    """Lines at even distances, then all lines of the end, each once."""
+    end = max(0, size - TAIL)
+    return chain(sampled_lines(file, end, number), _lines_after(file, end))
+
+
+def _lines_after(file: BinaryIO, place: int) -> Iterator[bytes]:
+    """The lines that begin at a place or after it, and have not been read."""
+    if file.tell() < place:
+        file.seek(place - 1)
+        file.readline(LONGEST_LINE)  # the rest of the line before
+    yield from file
 
 
 def sampled_lines(file: BinaryIO, size: int, number: int) -> Iterator[bytes]:

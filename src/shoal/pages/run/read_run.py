@@ -14,8 +14,9 @@ from shoal.blueprint.layout import Layout
 from shoal.blueprint.plan import Plan
 from shoal.comm.heartbeat.slowest import Slowest, of_metrics, of_summary
 from shoal.errors import ShoalError
-from shoal.pages.run.metrics_table import MetricsTable, make_table, number, unit_of
+from shoal.pages.run.metrics_table import MetricsTable, number, unit_of
 from shoal.pages.run.own_files import Record, read_object, read_own, read_records, sample_records
+from shoal.pages.run.read_metrics import read_metrics
 from shoal.pages.run.state import State, last_write, state_of
 from shoal.safe_parsing import MOST_BYTES, parse_yaml
 
@@ -107,7 +108,7 @@ def read_run(path: Path, *, with_ranks: bool = True) -> RunRecord:
     summary, environment = read_object(path / "summary.json"), read_object(path / "environment.json")
     text = _recipe_text(path)
     recipe, lost = _recipe(text), Counter[str]()
-    metrics = make_table(read_records(path / "metrics.jsonl", lost=lost))
+    metrics = read_metrics(path / "metrics.jsonl", lost)
     return RunRecord(
         path=path,
         name=_name(path, recipe),

@@ -51,4 +51,4 @@ def look_next(run: RunRecord) -> str:
         for each in found
     )
     body = f'<ol class="findings">{rows}</ol>' if rows else '<p class="note">Nothing in the metrics stands out.</p>'
-    return section("Look at next", body, name="next")
+    return section("Look at next", body, name="next", note=run.metrics.sampled)
