@@ -83,5 +83,38 @@ def test_a_running_step_counter_moves(page: Any, tmp_path: Path, monkeypatch: py
     until(page, lambda: "this page no longer changes" in page.inner_text("#live"))
 
 
+def test_sections_that_come_later_appear_in_their_order(
+    page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profile, and the metrics of every rank, of a run whose page was opened before."""
+    monkeypatch.setattr(watcher, "SHARE", 0)
+    monkeypatch.setattr(watcher, "REFRESH_EVERY", 1.0)
+    path = make_run(tmp_path / "run", 8)
+    server = served(path)
+    with open(path / "lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        page.goto(server.url)
+        page.evaluate("window.isSamePage = true")
+        above, below = ["live", "next", "curves", "time"], ["history", "layout", "reproduce"]
+        assert _sections(page) == [*above, *below]
+        (path / "profile.json").write_text(json.dumps({"parts": [{"part": "forward", "seconds": 0.2}]}))
+        for rank in make_run(tmp_path / "other", 9, ranks=2).glob("metrics.rank*.jsonl"):
+            rank.rename(path / rank.name)
+        with open(path / "metrics.jsonl", "a") as file:
+            file.write(f"{json.dumps(record(9))}\n")
+        until(page, lambda: page.locator("#profile").count() == 1)
+        assert _sections(page) == [*above, "profile", "ranks", *below]
+        assert "forward" in page.inner_text("#profile")
+        assert page.evaluate("window.isSamePage")
+    server.ends.set()
+    server.shutdown()
+    server.server_close()
+
+
+def _sections(page: Any) -> list[str]:
+    found: list[str] = page.evaluate("[...document.querySelectorAll('section[id]')].map((each) => each.id)")
+    return found
+
+
 def _step(page: Any) -> int:
     return int(page.inner_text("#live .fact dd").replace(",", ""))

@@ -4,7 +4,8 @@
 (() => {
   const live = JSON.parse(document.getElementById("data").textContent).live;
   const said = document.getElementById("live-state");
-  const SWAPPED = [".verdict", "#next", "#time", "#ranks", "#history", "#predicted", "#layout"];
+  // In the order of the page. The curves stay: they grow by the rows of the stream.
+  const SECTIONS = [".verdict", "#next", "#curves", "#time", "#profile", "#ranks", "#history", "#predicted", "#layout"];
   const KEPT = 20000;
   let isFetching = false;
   let isDue = false;
@@ -72,10 +73,13 @@
   }
 
   function swap(made) {
-    for (const name of SWAPPED) {
-      const [mine, theirs] = [document.querySelector(name), made.querySelector(name)];
+    let last = null;
+    for (const name of SECTIONS) {
+      const mine = document.querySelector(name), theirs = name === "#curves" ? null : made.querySelector(name);
       const isOpen = mine ? [...mine.querySelectorAll("details")].map((each) => each.open) : [];
       if (mine && theirs) mine.replaceWith(theirs);
+      else if (last && theirs) last.after(theirs); // it is new: a profile, or ranks that began to write
+      last = theirs || mine || last;
       if (theirs) theirs.querySelectorAll("details").forEach((each, index) => { each.open = Boolean(isOpen[index]); });
     }
     if (!window.shoalPage) return;
