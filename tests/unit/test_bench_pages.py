@@ -67,6 +67,17 @@ def test_scaling_shows_lines_reasons_and_dashes_for_predictions() -> None:
     assert "Not measured" in page
 
 
+def test_the_efficiency_is_that_of_the_plan_in_the_headline() -> None:
+    """It is the fastest one. Fewer ranks may be more efficient."""
+    efficiency = dict.fromkeys(("median", "low", "high"), 0.95)
+    rows = [scale_row("strong", "zero=3", 2, efficiency=efficiency, speedup=1.9), scale_row("strong", "zero=3", 4)]
+    page = import_module("shoal.pages.bench.scale").make_page({**scale(), "rows": rows})
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+    assert "zero=3 makes a step 3.2 times as fast on 4 ranks" in page
+    assert facts["its efficiency"] == "80 %"
+    assert "best efficiency" not in page
+
+
 def test_different_losses_are_the_verdict() -> None:
     found = scale()
     found["losses"][0]["are_equal"] = False

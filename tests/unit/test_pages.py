@@ -421,6 +421,24 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     assert [run["name"] for run in json.loads(payload_of(page))["runs"]] == ["first", "second"]
 
 
+def test_runs_that_count_samples_and_tokens_share_no_axis_and_no_speed(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / name, 30) for name in ("tokens", "samples")]
+    write_lines(paths[1] / "metrics.jsonl", [record(step, tokens=step * 16) for step in range(1, 31)])
+    for chosen, unit, speeds in (
+        (paths, "", ["tokens_per_s", "samples_per_s"]),
+        (paths[:1], "tokens", ["tokens_per_s"]),
+        (paths[1:], "samples", ["tokens_per_s"]),
+    ):
+        page = make_report([read_run(path) for path in chosen])
+        found = json.loads(payload_of(page))
+        assert found["unit"] == unit
+        assert re.findall(r'data-axis="tokens"[^>]*>(\w+)<', page) == ([unit] if unit else [])
+        assert [chart["key"] for chart in found["charts"] if chart["title"] == "Speed"] == speeds
+        if not unit:
+            assert [chart["unit"] for chart in found["charts"][1:3]] == ["tokens per second", "samples per second"]
+            assert [set(speeds) & set(run["curves"]) for run in found["runs"]] == [{speeds[0]}, {speeds[1]}]
+
+
 VENDORED = {
     "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
     "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",

@@ -29,9 +29,10 @@ class Chart(NamedTuple):
     unit: str
 
 
+SPEED = Chart("tokens_per_s", "Speed", "per second")
 CHARTS = (
     Chart("loss", "Loss", "nats"),
-    Chart("tokens_per_s", "Speed", "per second"),
+    SPEED,
     Chart("lr", "Learning rate", ""),
     Chart("grad_norm", "Gradient norm", "before clipping"),
     Chart("memory_gib", "Memory", "GiB, peak so far on rank 0"),
@@ -62,11 +63,20 @@ def downsample(steps: Sequence[int], values: Sequence[float], most: int = MOST_P
 
 
 def payload(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """The data of the page's charts."""
+    """The data of the page's charts. `unit`: that of the axis of tokens or samples; empty: there is no such axis."""
     most = min(MOST_POINTS, MOST_ON_PAGE // len(runs))
     found = [_of_run(run, most) for run in runs]
-    used = [chart for chart in CHARTS if any(chart.key in run["curves"] for run in found)]
-    return {"runs": found, "charts": [chart._asdict() for chart in used], "unit": runs[0].unit}
+    units = list(dict.fromkeys(run.unit for run in runs if run.metrics.steps))
+    charts = list(CHARTS)
+    if len(units) > 1:  # samples and tokens share no axis, and no chart of speed
+        at = charts.index(SPEED)
+        charts[at : at + 1] = [Chart(f"{unit}_per_s", SPEED.title, f"{unit} per second") for unit in units]
+        for run, each in zip(runs, found, strict=True):
+            if SPEED.key in each["curves"]:
+                each["curves"][f"{run.unit}_per_s"] = each["curves"].pop(SPEED.key)
+    used = [chart for chart in charts if any(chart.key in run["curves"] for run in found)]
+    unit = units[0] if len(units) == 1 else ""
+    return {"runs": found, "charts": [chart._asdict() for chart in used], "unit": unit}
 
 
 def _of_run(run: RunRecord, most: int) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from shoal.pages.sections import compare, layout, marks, origin, profile, time_s
 
 BUTTONS = """\
 <div class="controls" hidden><span class="group" role="group" aria-label="horizontal axis">\
-<button type="button" data-axis="step" aria-pressed="true">steps</button>\
-<button type="button" data-axis="tokens" aria-pressed="false">tokens</button>\
+<button type="button" data-axis="step" aria-pressed="true">steps</button>{counted}\
 <button type="button" data-axis="seconds" aria-pressed="false">time</button></span>\
 <span class="group"><button type="button" data-log aria-pressed="false">log scale</button>\
 <button type="button" data-smooth aria-pressed="false">smooth</button></span>\
 <span class="group"><button type="button" data-reset>reset zoom</button></span></div>"""
+COUNTED = '<button type="button" data-axis="tokens" aria-pressed="false">{unit}</button>'
 
 NAMED = "<section id="
 NOTE = (
@@ -48,7 +48,8 @@ def report_body(runs: Sequence[RunRecord]) -> tuple[str, dict[str, Any]]:
     for each, run in zip(found["runs"], runs, strict=True):
         each["marks"] = marks.drawn(run)
     drawn = curves.charts(runs, found)
-    drawn = section("Curves", BUTTONS + drawn, name="curves", note=NOTE) if drawn else ""
+    buttons = BUTTONS.format(counted=COUNTED.format(unit=found["unit"]) if found["unit"] else "")
+    drawn = section("Curves", buttons + drawn, name="curves", note=NOTE) if drawn else ""
     return (_one(runs[0], drawn) if len(runs) == 1 else _several(runs, drawn)), found
 
 

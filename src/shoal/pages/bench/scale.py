@@ -38,7 +38,7 @@ def _verdict(found: Found) -> str:
     if best is not None:
         low, high = best["efficiency"]["low"], best["efficiency"]["high"]
         name = f"{best['plan']} on {best['ranks']} ranks, {best['mode']}"
-        facts.append(("best efficiency", percent(best["efficiency"]["median"]), name))
+        facts.append(("its efficiency", percent(best["efficiency"]["median"]), name))
         facts.append(("its range", f"{percent(low)} to {percent(high)}", f"over {found['rounds']} rounds"))
     for key, name in (("step_error", "step predicted within"), ("peak_error", "memory predicted within")):
         if (error := found["prediction"].get(key)) is not None:
