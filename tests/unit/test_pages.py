@@ -28,6 +28,7 @@ from shoal.observe.run_directory import RunDirectory
 from shoal.pages.curves import MOST_POINTS, downsample
 from shoal.pages.html import ASSETS, data
 from shoal.pages.report import make_report, write_page
+from shoal.pages.run.find_runs import find_runs, newest_run
 from shoal.pages.run.findings import findings
 from shoal.pages.run.read_run import read_run
 from shoal.pages.run.time_parts import hidden_by_axis, over_time, whole_run
@@ -494,6 +495,26 @@ def test_what_is_no_run_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with rejects("R061"):
         write_page(tmp_path / "missing" / "page.html", "")
     assert main(["report", *["run"] * 13]) == main(["ls", str(tmp_path / "missing")]) == main(["report"]) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="it becomes another user, which needs root")
+def test_a_folder_that_the_user_may_not_enter_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_run(tmp_path / "closed" / "runs" / "a")
+    recipe = build_recipe({"run": {"name": "a"}}, title="test")
+    monkeypatch.chdir(path.parents[1])
+    (tmp_path / "closed").chmod(0o700)
+    os.seteuid(65534)
+    try:
+        with rejects("R063", path, "Permission denied"):
+            find_runs(path)
+        with rejects("R060", path, "Permission denied"):
+            read_run(path)
+        with rejects("R071"):
+            newest_run(path, fix="shoal ls")
+        with rejects("C026", "Permission denied"):
+            RunDirectory.claim(recipe)
+    finally:
+        os.seteuid(0)
 
 
 def test_pages_need_no_torch(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def _existing(recipe: Recipe) -> Iterator[Path]:
     """`runs/NAME`, `runs/NAME-2`, ... as far as they exist."""
     path = Path("runs") / recipe.run.name
     for number in itertools.count(2):
-        if not path.exists():
+        if not os.path.exists(path):  # `Path.exists` raises where a folder above may not be searched
             return
         yield path
         path = path.with_name(f"{recipe.run.name}-{number}")
@@ -381,7 +381,7 @@ def locked(path: Path) -> BinaryIO:
 
 
 def _is_locked(path: Path) -> bool:
-    if not (path / "lock").exists():
+    if not os.path.exists(path / "lock"):
         return False
     try:
         locked(path).close()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shoal.errors import ShoalError
 from shoal.pages.run.metrics_table import make_table, number
-from shoal.pages.run.own_files import read_object, tail_records
+from shoal.pages.run.own_files import read_object, tail_records, why_not_a_folder
 from shoal.pages.run.read_run import is_run
 from shoal.pages.run.state import State, last_write, state_of
 
@@ -36,17 +36,16 @@ class RunLine:
 
 def find_runs(folder: Path) -> list[RunLine]:
     """The runs in a folder and below it, the newest first."""
-    if not folder.is_dir():
-        raise ShoalError(
-            f"DIR must be a folder, got {str(folder)!r}", fix="shoal ls FOLDER, such as the one with runs/", code="R063"
-        )
+    if why := why_not_a_folder(folder):
+        what = f"DIR must be a folder, got {str(folder)!r}, which cannot be entered: {why}"
+        raise ShoalError(what, fix="shoal ls FOLDER, such as the one with runs/", code="R063")
     found = [_line(path) for path in _folders(folder) if is_run(path)]
     return sorted(found, key=lambda line: line.age_seconds)
 
 
 def newest_run(folder: Path, *, fix: str) -> Path:
     """The run below a folder that was written last; raises with this fix if there is none."""
-    found = find_runs(folder) if folder.is_dir() else []
+    found = find_runs(folder) if os.path.isdir(folder) else []
     if not found:
         raise ShoalError(f"there is no run in {str(folder)!r} and below", fix=fix, code="R071")
     return Path(found[0].path)

@@ -32,6 +32,15 @@ def open_own(path: Path) -> BinaryIO:
     return os.fdopen(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
 
 
+def why_not_a_folder(path: Path) -> str:
+    """Why no file in a folder can be reached, such as `Permission denied`; empty: there is a folder that lets us in."""
+    try:
+        os.stat(f"{path}/.")
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
+
+
 def read_own(path: Path, most: int) -> bytes:
     """The content of a file, at most `most` bytes of it; empty if it cannot be read."""
     try:

@@ -15,7 +15,7 @@ from shoal.blueprint.plan import Plan
 from shoal.comm.heartbeat.slowest import Slowest, of_metrics, of_summary
 from shoal.errors import ShoalError
 from shoal.pages.run.metrics_table import MetricsTable, number, unit_of
-from shoal.pages.run.own_files import Record, read_object, read_own, read_records, sample_records
+from shoal.pages.run.own_files import Record, read_object, read_own, read_records, sample_records, why_not_a_folder
 from shoal.pages.run.read_metrics import read_metrics
 from shoal.pages.run.state import State, last_write, state_of
 from shoal.safe_parsing import MOST_BYTES, parse_yaml
@@ -99,8 +99,8 @@ def is_run(path: Path) -> bool:
 
 def read_run(path: Path, *, with_ranks: bool = True) -> RunRecord:
     """Read the run in a directory."""
-    if not path.is_dir():
-        what = f"RUN must be the directory of a run, got {str(path)!r}, which is no directory"
+    if why := why_not_a_folder(path):
+        what = f"RUN must be the directory of a run, got {str(path)!r}, which cannot be entered: {why}"
         raise ShoalError(what, fix="shoal ls, which lists runs", code="R060")
     if not is_run(path):
         what = f"RUN must be the directory of a run, got {str(path)!r}, which has no recipe.yaml and environment.json"
