@@ -166,3 +166,35 @@ def test_a_stopped_rank_that_is_alone_on_its_host_is_named(
     assert (ended.code, ended.json["restarts"]) == (0, 1), ended.said
     assert "rank 1 of 2 (host 127.0.0.2) was stopped by a signal (SIGSTOP) for " in ended.said
     assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)
+
+
+@pytest.mark.wide
+def test_hosts_that_are_back_wait_until_a_plan_fits(host: Host, tmp_path: Path) -> None:
+    """Two of four hosts are lost. Three ranks do not divide a batch of 8, which had ended the run when one was back."""
+    port, env = free_port(), {"SHOAL_KEY": "a key for a test of four hosts"}
+    names = [f"127.0.0.{number}" for number in range(1, 5)]
+    meeting = ["--hosts", ",".join(f"{name}:1" for name in names), "--min-hosts", "1", "--ssh", "none"]
+    words = [*LONG[: LONG.index("--hosts")], *meeting, "--data.global_batch", "8", "--run.duration", "2000step"]
+    started = host.start(*words, "--listen", f"127.0.0.1:{port}", cwd=tmp_path, env=env)
+
+    def agent(name: str) -> Started:
+        return host.start("agent", "--join", f"127.0.0.1:{port}", "--name", name, cwd=tmp_path, env=env)
+
+    joined = {name: agent(name) for name in names}
+    until(lambda: committed(saves(tmp_path)) >= 3, started)
+    for name in names[2:]:
+        joined[name].kill_all()
+    until(lambda: "continuing on 2 of 4 hosts" in started.said, started)
+    known = committed(saves(tmp_path))
+    until(lambda: committed(saves(tmp_path)) > known + 1, started)
+    agent(names[2])
+    until(lambda: f"host {names[2]} is back, and waits for others: " in started.said, started)
+    known = committed(saves(tmp_path))
+    until(lambda: committed(saves(tmp_path)) > known + 1, started)
+    agent(names[3])
+    until(lambda: "hosts 127.0.0.3, 127.0.0.4 are back: saving, to continue on 4 hosts" in started.said, started)
+    until(lambda: "continuing on 4 of 4 hosts" in started.said, started)
+    known = committed(saves(tmp_path))
+    until(lambda: committed(saves(tmp_path)) > known + 1, started)
+    os.kill(started.pid, signal.SIGTERM)
+    assert started.wait() == 130, started.said
