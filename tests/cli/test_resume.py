@@ -195,6 +195,75 @@ def test_who_begins_anew_does_so_once(host: Host, tmp_path: Path, fresh: list[st
     assert len(losses(tmp_path / "run")) == 6
 
 
+KILLED = """
+import multiprocessing, os
+from torch import nn
+from shoal.train.recipe.saving import run_storage
+
+def end(*args):
+    os.kill(os.getpid(), 9)
+
+def build(vocabulary=4096, hidden=16):
+    if multiprocessing.current_process().name == "rank 0" and os.path.exists("kill"):
+        moment = open("kill").read()
+        os.remove("kill")
+        if moment == "builds":
+            end()
+        run_storage.load_first_weights = end
+    return Model(vocabulary, hidden)
+
+class Model(nn.Module):
+    num_outputs = 4096
+    def __init__(self, vocabulary, hidden):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, hidden)
+        self.out = nn.Linear(hidden, vocabulary)
+    def forward(self, tokens):
+        return self.out(self.embed(tokens))
+"""
+"""A model with which rank 0 is killed once: while it builds, or after it has claimed the run directory."""
+
+
+def killed(folder: Path, moment: str, *words: str) -> list[str]:
+    """Words of a command whose rank 0 is killed at a moment of its start."""
+    (folder / "own.py").write_text(KILLED)
+    (folder / "kill").write_text(moment)
+    plain = WORDS[WORDS.index("--data.source") :]
+    return ["train", "--model.name", "own.py:build", *plain, "--nproc", "2", "--checkpoint.every", "1step", *words]
+
+
+@pytest.mark.parametrize(
+    ("asked", "moment", "resumed_from"),
+    [
+        (["--resume", "4"], "builds", 4),
+        (["--run.overwrite"], "builds", None),
+        (["--run.overwrite"], "loads weights", None),
+        wide(["--resume", "fresh"], "loads weights", None),
+    ],
+)
+def test_a_restart_before_the_first_step_does_what_the_command_says(
+    host: Host, tmp_path: Path, asked: list[str], moment: str, resumed_from: int | None
+) -> None:
+    """It went on from the newest step of the run before."""
+    words = killed(tmp_path, moment, "--run.dir", "run", "--run.duration", "9step", "--checkpoint.keep", "9")
+    (tmp_path / "kill").unlink()
+    assert host.run(*words, cwd=tmp_path).code == 0
+    (tmp_path / "run" / "summary.json").unlink()  # as of a run that has not ended
+    (tmp_path / "kill").write_text(moment)
+    ended = host.run(*words, *asked, cwd=tmp_path)
+    assert (ended.code, ended.json["restarts"], ended.json["resumed_from"]) == (0, 1, resumed_from), ended.said
+    assert "rank 0 of 2 was killed by signal 9" in ended.said
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 10))
+
+
+@pytest.mark.parametrize("where", [["--run.dir", "run"], ["--run.name", "one"]])
+def test_a_rank_that_is_killed_before_it_has_written_anything(host: Host, tmp_path: Path, where: list[str]) -> None:
+    """The run directory has nothing but a lock, which was taken for files of the user."""
+    ended = host.run(*killed(tmp_path, "loads weights", "--run.duration", "3step", *where), cwd=tmp_path)
+    assert (ended.code, ended.json["restarts"], ended.json["steps"]) == (0, 1, 3), ended.said
+    assert ended.json["run_directory"] == ("run" if where == ["--run.dir", "run"] else "runs/one")
+
+
 def test_restarts_go_on_from_the_disk(host: Host, undisturbed: list[float], tmp_path: Path) -> None:
     words = [*ALL, "--nproc", "2", "--checkpoint.every", "1step", "--launch.max_restarts", "1"]
     started = host.start(*words, cwd=tmp_path)

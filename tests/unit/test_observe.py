@@ -17,6 +17,7 @@ from rich.console import Console
 from shoal.config.load import build_recipe
 from shoal.errors import needs
 from shoal.observe import progress
+from shoal.observe.events import append_failure
 from shoal.observe.metrics import TRACKERS, JsonLines, numbers, peak_memory_gib
 from shoal.observe.progress import Live, Plain, Quiet, human, progress_line, status, time_left
 from shoal.observe.run_directory import RunDirectory
@@ -37,9 +38,9 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
-def claimed(resume: str = "auto", *, ended: bool = False, **run: Any) -> RunDirectory:
+def claimed(resume: str = "auto", *, ended: bool = False, command: str = "", **run: Any) -> RunDirectory:
     """A directory that a process had, and that it has left."""
-    directory = RunDirectory.claim(recipe(**run), resume)
+    directory = RunDirectory.claim(recipe(**run), resume, command=command)
     directory.begin(recipe(**run))
     if ended:
         directory.write_summary({"steps": 2, "was_stopped": False})
@@ -78,6 +79,76 @@ def test_a_restart_finds_the_directory_of_its_own_command(tmp_path: Path, monkey
         RunDirectory.claim(recipe(name="a"), is_restart=True)
     again.close()
     other.close()
+
+
+@pytest.mark.parametrize(
+    ("command", "again", "another"),
+    [("slurm-7/", "slurm-7/", "slurm-8/"), ("torchrun/1a", "torchrun/2b", "3c"), ("", "", "4d")],
+)
+def test_a_command_has_begun_when_its_run_was_begun(command: str, again: str, another: str) -> None:
+    """Before that, a restart has to do again what the command says. torchrun tells no command from another."""
+    of = recipe(dir="mine")
+    claimed(dir="mine", command="an earlier one")
+    assert not RunDirectory.has_begun(of, again)
+    first = RunDirectory.claim(of, "fresh", command=command)
+    assert not RunDirectory.has_begun(of, again)
+    first.close()  # killed before its first step
+    second = RunDirectory.claim(of, "fresh", command=again, is_restart=True)
+    assert not RunDirectory.has_begun(of, again)
+    second.begin(of)
+    assert RunDirectory.has_begun(of, again)
+    assert not RunDirectory.has_begun(of, another)
+    second.close()
+    RunDirectory.claim(of, command=again, is_restart=True).close()
+    assert RunDirectory.has_begun(of, again)  # a third generation, which was killed before its first step, too
+    RunDirectory.claim(of, command=again).close()
+    assert not RunDirectory.has_begun(of, again)  # no restart: the command is given once more
+
+
+@pytest.mark.parametrize(("command", "may_be_elsewhere"), [("5e", False), ("slurm-7/", True), ("torchrun/1a", True)])
+def test_steps_of_a_run_that_began_on_another_machine_are_not_given_up(command: str, may_be_elsewhere: bool) -> None:
+    """Other launchers may restart rank 0 on a machine that has no run directory, but the same `checkpoint.dir`."""
+    of = build_recipe({"run": {"dir": "mine"}, "checkpoint": {"dir": "s3://saves"}}, title="test")
+    assert RunDirectory.has_begun(of, command) is may_be_elsewhere
+    assert not RunDirectory.has_begun(recipe(dir="mine"), command)  # its steps would be in the run directory
+    RunDirectory.claim(of, command=command).close()
+    assert not RunDirectory.has_begun(of, command)
+
+
+def test_a_command_that_has_begun_is_found_among_numbered_runs() -> None:
+    claimed(name="a", command="first")
+    second = RunDirectory.claim(recipe(name="a"), "fresh", command="second")
+    assert not RunDirectory.has_begun(recipe(name="a"), "second")
+    second.begin(recipe(name="a"))
+    second.close()
+    claimed("fresh", name="a", command="third")
+    assert RunDirectory.has_begun(recipe(name="a"), "second")
+    again = RunDirectory.claim(recipe(name="a"), command="second", is_restart=True)
+    assert again.path == Path("runs/a-2")
+    again.close()
+
+
+@pytest.mark.parametrize("resume", ["auto", "fresh"])
+@pytest.mark.parametrize("run", [{"dir": "mine"}, {"name": "a"}])
+def test_a_restart_uses_a_directory_in_which_nothing_was_begun(run: dict[str, str], resume: str) -> None:
+    first = RunDirectory.claim(recipe(**run), resume, command="one")
+    (first.path / "checkpoints").mkdir()
+    append_failure(first.path, RuntimeError("rank 0 was killed"))
+    first.close()
+    again = RunDirectory.claim(recipe(**run), resume, command="one", is_restart=True)
+    assert (again.path, again.resumes) == (first.path, False)
+    again.close()
+    (first.path / "checkpoints" / "step-00000001").mkdir()
+    with rejects("C024"):
+        RunDirectory.claim(recipe(**run), resume, command="one", is_restart=True)
+
+
+def test_a_folder_with_a_file_named_lock_is_not_taken_for_one() -> None:
+    Path("other").mkdir()
+    for name in ("lock", "notes.txt"):
+        Path("other", name).touch()
+    with rejects("C024"):
+        RunDirectory.claim(recipe(dir="other"))
 
 
 def test_a_directory_in_use_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

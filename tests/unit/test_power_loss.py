@@ -279,7 +279,7 @@ def one_run(path: Path) -> None:
 def start_over(path: Path, done: Callable[[Any], None]) -> None:
     """`--resume fresh` where a run of step 2 is: no step of it comes back beside those of the new run."""
     with chdir(path):
-        directory = RunDirectory.claim(RECIPE, "fresh")
+        directory = RunDirectory.claim(RECIPE, "fresh", command="this command")
         directory.begin(RECIPE)
         save_number(Path(ROOT), 1, 3)
         done(3)
@@ -297,7 +297,11 @@ def look_after_start_over(path: Path) -> tuple[int, list[str]]:
     for folder in (path / ROOT).glob("step-*"):
         with suppress(ShoalError, AssertionError):
             found.add(number_of(folder))
-    return max(found, default=0), ["a step of the run before is beside one of the new run"] * (found == {2, 3})
+    wrong = ["a step of the run before is beside one of the new run"] * (found == {2, 3})
+    with chdir(path):
+        if 3 in found and not RunDirectory.has_begun(RECIPE, "this command"):
+            wrong.append("a restart would start over, and remove a step of this run")
+    return max(found, default=0), wrong
 
 
 def exported(kind: str) -> Callable[[Path, Callable[[Any], None]], None]:

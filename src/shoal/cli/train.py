@@ -330,10 +330,11 @@ def run_job(
 
 def _name_of_command(placement: Placement | None) -> str:
     """Identify this command in the lock of a run directory. A job that Slurm has requeued finds its directory by it,
-    also while other runs of the same name are active."""
+    also while other runs of the same name are active. Under torchrun, each restart has a number of its own."""
     if placement is not None and placement.source == "slurm" and placement.job:
-        return f"slurm-{placement.job}"
-    return secrets.token_hex(8)
+        return f"slurm-{placement.job}/"
+    number = secrets.token_hex(8)
+    return number if placement is None else f"{placement.source}/{number}"
 
 
 def _replaces_ranks(recipe: Recipe) -> bool:

@@ -43,11 +43,11 @@ from shoal.observe.jsonable import jsonable
 from shoal.safe_parsing import parse_yaml, read_text
 from shoal.version import __version__
 
-# environment.json is removed last: while it exists, an interrupted removal differs from a user's own folder.
+# The recipe is removed after the checkpoints: without it, an interrupted removal looks like a user's own folder.
 _WRITTEN = (
-    *("recipe.yaml", "metrics*.jsonl", "summary.json", "events.out.tfevents.*", "wandb", "checkpoints"),
+    *("metrics*.jsonl", "summary.json", "events.out.tfevents.*", "wandb", "checkpoints"),
     *("events.jsonl", "prediction.json", "report.html", "profile.json", "trace.json"),
-    "environment.json",
+    *("environment.json", "recipe.yaml"),
 )
 
 _OF_BEFORE = ("summary.json", "prediction.json", "profile.json", "trace.json")
@@ -55,6 +55,8 @@ _OF_BEFORE = ("summary.json", "prediction.json", "profile.json", "trace.json")
 
 MOST_COMMAND = 2**10
 """The largest size of a lock in bytes."""
+BEGUN = "begun"
+"""The second line of a lock, once the command in its first line has begun to train."""
 MOST_SUMMARY = 2**24
 """The largest size of a summary in bytes."""
 LOCK_TIMEOUT = 6.0
@@ -65,7 +67,13 @@ class RunDirectory:
     """The directory of one run, locked by the one process that writes to it. Only the main rank makes one."""
 
     def __init__(
-        self, path: Path, *, resumes: bool = False, is_fresh: bool = False, lock: BinaryIO | None = None
+        self,
+        path: Path,
+        *,
+        resumes: bool = False,
+        is_fresh: bool = False,
+        lock: BinaryIO | None = None,
+        command: str = "",
     ) -> None:
         self.path, self.resumes = path, resumes
         """Whether it holds a run of this recipe that resumes."""
@@ -73,7 +81,7 @@ class RunDirectory:
         """The step and the loss of the last evaluation before the resume; None: there is none."""
         self.beside = ""
         """Why the run before this one is left alone; empty: there is none, or it resumes."""
-        self._is_fresh, self._lock = is_fresh, lock
+        self._is_fresh, self._lock, self._command = is_fresh, lock, command
 
     @classmethod
     def claim(
@@ -94,8 +102,9 @@ class RunDirectory:
             resumes = _can_resume(path, recipe, resume)
             make_directory(path, private=True)
             lock = locked(path)
-            _sign(lock, command)
-            found = cls(path, resumes=resumes, is_fresh=resume == "fresh", lock=lock)
+            with suppress(OSError):  # a full disk: the lock works without it
+                _sign(lock, command, has_begun=is_restart and _has_begun(path, command))
+            found = cls(path, resumes=resumes, is_fresh=resume == "fresh", lock=lock, command=command)
             found.beside = _beside(path, recipe) if resume == "auto" and not resumes else ""
             return found
         except OSError as error:
@@ -110,6 +119,16 @@ class RunDirectory:
             return cls(path, resumes=True, lock=locked(path))
         except OSError as error:
             raise _unwritable(path, error) from None
+
+    @staticmethod
+    def has_begun(recipe: Recipe, command: str) -> bool:
+        """Whether an earlier generation of this command has begun to train. Until then, a restart has to do again what
+        the command says: to start over, or to resume from a step that is not the newest."""
+        path = Path(recipe.run.dir) if recipe.run.dir else _claimed_by(recipe, command)
+        path = path or _numbered(recipe, resume="auto", is_restart=True)
+        if "/" in command and recipe.checkpoint.dir is not None and not os.path.exists(path / "lock"):
+            return True  # perhaps on another machine, and the steps that it has saved must stay
+        return _has_begun(path, command)
 
     @classmethod
     def preview(cls, recipe: Recipe, resume: str = "auto") -> RunDirectory:
@@ -133,6 +152,9 @@ class RunDirectory:
             for name in _OF_BEFORE:  # the run is unfinished again
                 (self.path / name).unlink(missing_ok=True)
             sync(self.path)
+            if self._lock is not None:
+                _sign(self._lock, self._command, has_begun=True)  # last: a kill before this repeats all of it
+                os.fsync(self._lock.fileno())  # before the first save: a restart must not remove that
         except OSError as error:
             raise _unwritable(self.path, error) from None
 
@@ -215,29 +237,40 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _sign(lock: BinaryIO, command: str) -> None:
-    """Write into the lock which command holds it: several runs of one recipe may exist."""
-    if not command:
-        return
-    with suppress(OSError):  # a full disk: the lock works without it. Unbuffered, so that `close` cannot fail
-        os.ftruncate(lock.fileno(), 0)
-        os.write(lock.fileno(), command.encode())
+def _sign(lock: BinaryIO, command: str, *, has_begun: bool) -> None:
+    """Write into the lock which command holds it, since several runs of one recipe may exist, and whether it trains."""
+    text, handle = f"{command}\n{BEGUN}\n" if has_begun else f"{command}\n", lock.fileno()
+    fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_APPEND)
+    if not has_begun:  # else a kill or a full disk keeps the mark: without it a restart may start over once more
+        os.ftruncate(handle, 0)
+    os.pwrite(handle, text.encode(), 0)  # unbuffered, so that `close` cannot fail
+    os.ftruncate(handle, len(text.encode()))
+
+
+def _signature(path: Path) -> tuple[str, bool]:
+    """The command that has claimed a directory last, and whether it has begun to train there."""
+    with suppress(OSError):
+        command, _, rest = read_regular(path / "lock", MOST_COMMAND).decode(errors="replace").partition("\n")
+        return command, rest.strip() == BEGUN
+    return "", False
+
+
+def _has_begun(path: Path, command: str) -> bool:
+    """Whether a command has begun to train in a directory. What follows a slash is not compared: torchrun restarts
+    processes without anything by which one command differs from another."""
+    signed, has_begun = _signature(path)
+    return has_begun and signed.partition("/")[0] == command.partition("/")[0]
 
 
 def _claimed_by(recipe: Recipe, command: str) -> Path | None:
     """The directory that a command has claimed before; None: it has claimed none."""
-    for path in _existing(recipe):
-        with suppress(OSError):
-            if command and read_regular(path / "lock", MOST_COMMAND) == command.encode():
-                return path
-    return None
+    return next((path for path in _existing(recipe) if command and _signature(path)[0] == command), None)
 
 
 def directory_of_command(recipe: Recipe, command: str) -> Path | None:
     """The directory that a command has claimed, named or numbered; None: it has claimed none."""
-    with suppress(OSError):
-        if command and recipe.run.dir and read_regular(Path(recipe.run.dir) / "lock", MOST_COMMAND) == command.encode():
-            return Path(recipe.run.dir)
+    if command and recipe.run.dir and _signature(Path(recipe.run.dir))[0] == command:
+        return Path(recipe.run.dir)
     return _claimed_by(recipe, command)
 
 
@@ -292,7 +325,7 @@ def _can_resume(path: Path, recipe: Recipe, resume: str) -> bool:
         raise ShoalError(
             f"run.dir must be a directory, got the file {str(path)!r}", fix="--run.dir SOMEWHERE_ELSE", code="C022"
         )
-    if not path.exists() or not any(path.iterdir()):
+    if not path.exists() or _is_unused(path):
         if resume not in ("auto", "fresh") and recipe.checkpoint.dir is None:
             raise ShoalError(
                 f"there is no run to resume in {str(path)!r}, and no checkpoint",
@@ -319,6 +352,17 @@ def _can_resume(path: Path, recipe: Recipe, resume: str) -> bool:
             code="C025",
         )
     return True
+
+
+def _is_unused(path: Path) -> bool:
+    """Whether a directory is empty, but for files of a command that was killed between `claim` and `begin`."""
+    names = {entry.name for entry in path.iterdir()}
+    if "lock" not in names:
+        return not names
+    saves = path / "checkpoints"
+    saved = [entry.name for entry in saves.iterdir()] if saves.is_dir() else []
+    is_own = names <= {"lock", "checkpoints", "events.jsonl", "recipe.part"}
+    return is_own and all(name == "lock" or name.startswith(".draft-") for name in saved)
 
 
 def _try_to_write(path: Path) -> None:

@@ -37,7 +37,8 @@ class RunInvocation:
     host: HostStorage | None = None
     """The storage of this host; None: the ranks were not started by `shoal train --hosts`."""
     command: str = ""
-    """Identifies the command on all of its hosts and through its restarts; empty: it is not known."""
+    """Identifies the command on all of its hosts and through its restarts; empty: it is not known. Under another
+    launcher than shoal's it is LAUNCHER/NUMBER; torchrun's restarts have other numbers."""
     sinks: tuple[Sink, ...] = ()
     """Further destinations of this rank's records. Every rank writes the same ones."""
 

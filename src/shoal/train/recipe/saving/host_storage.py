@@ -37,6 +37,14 @@ def bytes_on_host(world: World, hosts: HostRanks, own: int) -> int:
     return sum(of_ranks[rank] for host in {hosts.index, before} for rank in hosts.groups[host])
 
 
+def has_begun(world: World, recipe: Recipe, hosts: HostRanks, *, command: str) -> bool:
+    """Whether an earlier generation of this command has begun to train on any host. Every rank calls it."""
+    look = {"failed": "the run directory cannot be read", "fix": "--run.dir WRITABLE_DIRECTORY"}
+    return any(
+        all_or_none(world, lambda: hosts.is_leader and RunDirectory.has_begun(recipe, command), kinds=(), **look)
+    )
+
+
 def claim_directories(
     world: World, recipe: Recipe, resume: str, hosts: HostRanks, *, command: str, is_restart: bool
 ) -> RunDirectory:

@@ -18,7 +18,7 @@ from shoal.observe.run_directory import RunDirectory
 from shoal.train.recipe.invocation import RunInvocation
 from shoal.train.recipe.preflight import Job, steps_of
 from shoal.train.recipe.saving.autosave import Autosaver
-from shoal.train.recipe.saving.host_storage import claim_directories
+from shoal.train.recipe.saving.host_storage import claim_directories, has_begun
 from shoal.train.recipe.saving.start_weights import check_start_from, start_with_weights
 from shoal.train.run import Run
 
@@ -108,10 +108,13 @@ def open_storage(run: Run, job: Job, line: ProgressLine, invocation: RunInvocati
     """Claim the run directory and load the step to resume from. Every rank calls it; all raise or none does."""
     host, command, is_restart = invocation.host, invocation.command, invocation.generation > 0
     is_first = not invocation.is_replacement  # else this very job has trained in the directory before
-    resume = "auto" if is_restart else "fresh" if job.recipe.run.overwrite else invocation.resume
+    hosts = HostRanks.shared(run.world) if host is None else host.of_disk(run.world)
+    resume = "fresh" if job.recipe.run.overwrite else invocation.resume
+    is_begun = not is_first or invocation.saved_before > 0  # the host with the run directory may be lost
+    if is_restart and (is_begun or has_begun(run.world, job.recipe, hosts, command=command)):
+        resume = "auto"
     if job.recipe.run.start_from is not None:
         check_start_from(run, job.recipe, is_fresh=resume == "fresh")  # before anything is removed
-    hosts = HostRanks.shared(run.world) if host is None else host.of_disk(run.world)
     if is_first:
         directory = claim_directories(run.world, job.recipe, resume, hosts, command=command, is_restart=is_restart)
     else:
