@@ -117,6 +117,22 @@ def test_a_committed_step_that_a_restart_does_not_find_is_lost() -> None:
     assert committed_steps_lost(journal(*steps, commits=[(2.2, 12)], made=[kill(2.5, damaged=12)])) == (0, 2)
 
 
+def test_only_the_steps_of_a_damaged_checkpoint_are_excused() -> None:
+    commits, made = [(1.5, 10), (2.2, 12)], [kill(2.5, damaged=12)]
+    before = [(1.0, 10, 5), (2.0, 12, 5)]
+    from_the_good_one = journal(*before, (4.0, 11, 6), commits=commits, made=made)
+    assert committed_steps_lost(from_the_good_one) == (0, 2)
+    from_nothing = journal(*before, (4.0, 1, 6), commits=commits, made=made)
+    assert committed_steps_lost(from_nothing) == (10, 2)
+    both_damaged = journal(*before, (4.0, 1, 6), commits=commits, made=[kill(2.4, damaged=10), *made])
+    assert committed_steps_lost(both_damaged) == (0, 12)
+    again = [(4.0, 11, 6), (5.0, 12, 6), (7.0, 1, 7)]  # the damaged step was made and saved once more, and lost then
+    saved_again = journal(*before, *again, commits=[*commits, (4.5, 10), (5.5, 12)], made=made)
+    assert committed_steps_lost(saved_again) == (12, 2)
+    seen_late = journal(*before, (4.0, 1, 6), commits=[(1.5, 10), (2.6, 12)], made=made)  # after it was damaged
+    assert committed_steps_lost(seen_late) == (10, 2)
+
+
 def test_a_fault_is_over_when_the_run_is_further_than_before() -> None:
     made = kill(2.5)
     seen = journal((1, 10, 5), (2, 11, 5), (2.6, 12, 5), (4, 11, 6), (5, 12, 6), (6, 13, 6), commits=[], made=[made])

@@ -91,17 +91,29 @@ def compare_samples(found: Samples, expected: Samples) -> tuple[int, int]:
 def committed_steps_lost(journal: Journal) -> tuple[int, int]:
     """Committed steps that a restart did not find again; and those of damaged checkpoints, which were made again.
 
-    A restart begins one step after its checkpoint. `latest` had named a newer one before: that step is lost.
+    A restart begins one step after its checkpoint. `latest` had named a newer one before: the steps up to the newest
+    checkpoint that was not damaged are lost.
     """
     lost = damaged = 0
     for at, first in restarts(journal):
-        newest = max((each.step for each in journal.commits if each.at <= at), default=0)
-        missing = max(0, newest - (first - 1))
-        if newest in {each.damaged for each in journal.made if each.at <= at}:
-            damaged += missing
-        else:
-            lost += missing
+        named = {each.step for each in journal.commits if each.at <= at}
+        missing = max(0, max(named, default=0) - (first - 1))
+        missing_good = max(0, max(named - _damaged(journal, at), default=0) - (first - 1))
+        lost += missing_good
+        damaged += missing - missing_good
     return lost, damaged
+
+
+def _damaged(journal: Journal, at: float) -> set[int]:
+    """The steps whose checkpoint the drill had damaged, and that were not made and committed again, at a moment."""
+    found = set()
+    for each in journal.made:
+        made_again = (step.at for step in journal.steps if step.step == each.damaged and step.at > each.at)
+        first = next(made_again, at)
+        is_saved_again = any(one.step == each.damaged and first < one.at <= at for one in journal.commits)
+        if each.damaged is not None and each.at <= at and not is_saved_again:
+            found.add(each.damaged)
+    return found
 
 
 def restarts(journal: Journal) -> Iterable[tuple[float, int]]:
