@@ -325,8 +325,8 @@ def _check_leads() -> None:
     assert time.monotonic() - began > stopped
     assert noted == ["the coordinator at 10.76.0.1:1 leads; this one waits to take over"]
     assert two.state() == {"generation": 3, "num_saved": 7}
-    two.end(has_ended=True)
-    assert two.state()["has_ended"]
+    two.end(exit_code=3)
+    assert (two.state()["has_ended"], two.state()["exit_code"]) == (True, 3)
     assert two.look(Watch()) is None
 
 

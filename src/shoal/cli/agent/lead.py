@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.cli.agent.keys import shared_key
 from shoal.errors import ShoalError
-from shoal.launch.hosts.coordinator import Coordinator
+from shoal.launch.hosts.coordinator import Coordinator, exit_code_of
 from shoal.launch.hosts.etcd.client import Etcd
 from shoal.launch.hosts.etcd.leadership import Leadership, LostLead
 from shoal.launch.hosts.generation import Job
@@ -46,7 +46,7 @@ def lead(
 
 def _led(leadership: Leadership, coordinator: Coordinator, train: Callable[..., Any]) -> Any:
     """Lead the run: from the last generation that was recorded, if it has not ended."""
-    has_ended = True
+    exit_code: int | None
     members = coordinator.members
 
     def renew() -> None:
@@ -60,18 +60,25 @@ def _led(leadership: Leadership, coordinator: Coordinator, train: Callable[..., 
     members.each_turn, coordinator.record = renew, record
     try:
         state = leadership.state()
-        if state and not state.get("has_ended"):
+        if state.get("has_ended"):  # an earlier run: its agents would take it for this one, and leave
+            leadership.write({})
+        elif state:
             hosts = ", ".join(name for name, _ in state["hosts"])
             saved = f", step {state['num_saved']} was saved" if state["num_saved"] else ""
             _say(f"taking over generation {state['generation']} of hosts {hosts}{saved}: {state['plan']}")
             coordinator.job = replace(coordinator.job, name=str(state["job"]))
             coordinator.continue_from(state)
-        return train(coordinator.run, sleep=coordinator.pause)
+        value = train(coordinator.run, sleep=coordinator.pause)
+        exit_code = coordinator.exit_code = 130 if value["summary"]["was_stopped"] else 0
+        return value
     except LostLead:
-        has_ended = False
+        exit_code = None
+        raise
+    except BaseException as error:
+        exit_code = exit_code_of(error)
         raise
     finally:
-        leadership.end(has_ended=has_ended)
+        leadership.end(exit_code=exit_code)
 
 
 def _say(text: str) -> None:

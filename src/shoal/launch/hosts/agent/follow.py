@@ -22,23 +22,21 @@ RETRY = 2.0
 def follow(leadership: Leadership, key: Key, name: str, prepare: Prepare, *, wait: float) -> int:
     """Serve one coordinator after the other until one lets this agent go; the exit code."""
     with serving(key, prepare) as agent:
-        channel = _joined(leadership, key, name, wait)
-        while True:
-            assert channel is not None
+        found = _joined(leadership, key, name, wait)
+        while not isinstance(found, int):
             agent.lease = Lease()
             try:
-                return serve(agent, channel)
+                return serve(agent, found)
             except (Silent, Ended):
                 agent.lose_coordinator()
                 _say("the coordinator is lost; the workers here were ended")
-                channel = _joined(leadership, key, name, SECONDS_TO_REJOIN, may_end=True)
-            if channel is None:
-                _say("the run has ended")
-                return 0
+                found = _joined(leadership, key, name, SECONDS_TO_REJOIN, may_end=True)
+        _say("the run has ended")
+        return found
 
 
-def _joined(leadership: Leadership, key: Key, name: str, seconds: float, *, may_end: bool = False) -> Channel | None:
-    """Join the coordinator that leads, as soon as there is one. None: the run has ended.
+def _joined(leadership: Leadership, key: Key, name: str, seconds: float, *, may_end: bool = False) -> Channel | int:
+    """Join the coordinator that leads, as soon as there is one; or return the exit code of the run, which has ended.
 
     A record that does not change may be that of a lost leader: to connect there would take seconds."""
     deadline, why = time.monotonic() + seconds, ""
@@ -53,8 +51,8 @@ def _joined(leadership: Leadership, key: Key, name: str, seconds: float, *, may_
                 address = str(leader["host"]), int(leader["port"])
             if address is not None and (address != failed[0] or time.monotonic() > failed[1] + RETRY):
                 return join(address, key, name, seconds=0.0)
-            if may_end and leadership.state().get("has_ended"):
-                return None
+            if may_end and (state := leadership.state()).get("has_ended"):
+                return int(state.get("exit_code", 0))
         except Unreachable as error:
             why = str(error)
         except ShoalError as error:

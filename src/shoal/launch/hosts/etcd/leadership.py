@@ -145,11 +145,11 @@ class Leadership:
         if not self._insist(lambda: self._replace_state(state)):
             raise self._lost("another coordinator leads")
 
-    def end(self, *, has_ended: bool) -> None:
-        """Lead no more. `has_ended`: the run has ended, and no other coordinator is to take over."""
+    def end(self, *, exit_code: int | None) -> None:
+        """Lead no more. `exit_code`: that of the run, which has ended; None: another coordinator is to take over."""
         if self.revision:
             with contextlib.suppress(LostLead):
-                self._insist(lambda: self._replace_leader(has_ended=has_ended))
+                self._insist(lambda: self._replace_leader(exit_code))
             self.revision = 0
 
     def _insist(self, change: Callable[[], bool]) -> bool:
@@ -173,10 +173,12 @@ class Leadership:
             if known.value == value or self._change({names[1]: value}, {names[1]: known.revision}):
                 return True
 
-    def _replace_leader(self, *, has_ended: bool) -> bool:
+    def _replace_leader(self, exit_code: int | None) -> bool:
         """Delete the record of the leader, and with the same change write that the run has ended."""
-        ended = {**self.state(), "has_ended": True, "ended_by": self._id}
-        puts, leader = {self._name("state"): self._sealed("state", ended)} if has_ended else {}, self._name("leader")
+        puts, leader = {}, self._name("leader")
+        if exit_code is not None:
+            ended = {**self.state(), "has_ended": True, "ended_by": self._id, "exit_code": exit_code}
+            puts = {self._name("state"): self._sealed("state", ended)}
         return self.etcd.change(puts, unchanged={leader: self.revision}, deletes=[leader]) is not None
 
     def _change(self, puts: dict[str, bytes], unchanged: dict[str, int] | None = None) -> bool:
