@@ -62,9 +62,7 @@ def test_a_lost_host_is_restored_from_the_copy_of_the_next_one(world: World, tmp
         shutil.rmtree(store.root)
     path = store.path(2) / NAMES[1]
     if world.rank != 1 and path.exists():
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+        flip_last_byte(path)
     world.barrier()
     manifest = load_newest_of_hosts([(store, hosts)], world, holder_of(run), said.append)
     assert manifest is not None
@@ -76,6 +74,45 @@ def test_a_lost_host_is_restored_from_the_copy_of_the_next_one(world: World, tmp
     world.barrier()
     with pytest.raises(RunFailed, match="no host that is left has shard-00002"):
         load_newest_of_hosts([(store, hosts)], world, holder_of(run), said.append)
+
+
+@on_ranks(2)
+def test_a_damaged_file_is_replaced_by_the_copy_of_another_host(world: World, tmp_path: Path) -> None:
+    hosts = HostRanks(((0,), (1,)), world.rank)
+    store = Store(tmp_path / f"host{world.rank}")
+    run = started(world, "zero=3 mb=8")
+    for step in (1, 2):
+        run.step(share(run, step))
+        expected = values(run)
+        save(store, world, Snapshot.of(holder_of(run), step=step, state=state_of(run)), hosts)
+    damaged = store.path(2) / NAMES[0]
+    if world.rank == 0:
+        flip_last_byte(damaged)
+    world.barrier()
+    run.step(share(run, 3))
+    said: list[str] = []
+    manifest = load_newest_of_hosts([(store, hosts)], world, holder_of(run), said.append)
+    assert manifest is not None
+    assert manifest.step == 2
+    assert "is damaged on one host, fetching files of another one" in said[0]
+    found = values(run)
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert load_newest_of_hosts([(store, hosts)], world, holder_of(run), said.append) == manifest
+    assert len(said) == 1  # the good copy has taken the place of the damaged file
+    for each in NAMES[:2]:  # on both hosts
+        flip_last_byte(store.path(2) / each)
+    world.barrier()
+    older = load_newest_of_hosts([(store, hosts)], world, holder_of(run), said.append)
+    assert older is not None
+    assert older.step == 1
+
+
+def flip_last_byte(path: Path) -> None:
+    """A copy of the file: one that is linked elsewhere stays as it is."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.unlink()
+    path.write_bytes(data)
 
 
 def test_hosts_get_what_their_ranks_read_and_what_a_single_host_has() -> None:

@@ -11,6 +11,8 @@
 [2] A host gets the files that its ranks read. A file that a single host has goes to the next host, too: from the first
     step on, no file is lost with one host.
 [3] Files are added to a new save of the step, as any save is made: a step in a store is never changed.
+[4] To hash all files before each start would take long. It is done if a step cannot be used: a host with a damaged file
+    then counts as one that lacks it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,11 +29,13 @@ from shoal.checkpoint.load import MismatchedModel, load_step, needed_files
 from shoal.checkpoint.peers.host_ranks import HostRanks, Transfer, on_leaders
 from shoal.checkpoint.peers.transfer import send_files
 from shoal.checkpoint.state.model_state import Holder
+from shoal.checkpoint.storage.locate import SavedStep
 from shoal.checkpoint.storage.manifest import MOST_BYTES, NAME, Manifest
 from shoal.checkpoint.storage.store import Store, wrong_sizes
+from shoal.checkpoint.verify import verify
 from shoal.comm.all_or_none import all_or_none
 from shoal.comm.world import World
-from shoal.errors import Problem, RunFailed, ShoalError
+from shoal.errors import LostPeer, Problem, RunFailed, ShoalError
 
 Say = Callable[[str], None]
 
@@ -49,6 +53,11 @@ class HeldStep:
     """The files that this host has."""
     missing: tuple[str, ...]
     """The other files in the manifest."""
+
+    def without(self, damaged: Collection[str]) -> HeldStep:
+        """The step on a host that has not got some of these files."""
+        files = tuple(name for name in self.files if name not in damaged)
+        return replace(self, files=files, missing=tuple(sorted({*self.missing, *damaged})))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +103,7 @@ def load_newest_of_hosts(
             say(f"{what}; trying the next one")
             continue
         try:
-            _fetch(candidate, store, world, hosts, holder)
-            return load_step(store, world, holder, candidate.step)
+            return _load(candidate, store, world, hosts, holder, say)
         except MismatchedModel:
             raise
         except ShoalError as error:
@@ -104,6 +112,24 @@ def load_newest_of_hosts(
     if problems:
         raise RunFailed(*problems, title=f"the checkpoints in {stores[-1][0].where}, none of which can be used")
     return None
+
+
+def _load(candidate: Candidate, store: Store, world: World, hosts: HostRanks, holder: Holder, say: Say) -> Manifest:
+    """Fetch and load a step; once more, if files are damaged of which another host has intact ones."""
+    try:
+        _fetch(candidate, store, world, hosts, holder)
+        return load_step(store, world, holder, candidate.step)
+    except (MismatchedModel, LostPeer):
+        raise
+    except ShoalError as error:
+        if len(hosts.groups) == 1:
+            raise
+        intact = _without_damaged(candidate, store, world, hosts)
+        if intact == candidate or intact.missing:
+            raise
+        say(f"step {candidate.step} of {store.where} is damaged on one host, fetching files of another one: {error}")
+    _fetch(intact, store, world, hosts, holder)
+    return load_step(store, world, holder, candidate.step)
 
 
 # ---- what there is --------------------------------------------------------------------------------------------------
@@ -140,6 +166,25 @@ def _held(place: int, store: Store, wanted: int | None) -> Iterator[HeldStep]:
         missing = {name for name, _ in wrong_sizes(store.path(step), manifest, store.disk)}
         own = tuple(name for name in manifest.files if name not in missing)
         yield HeldStep(place, step, hashlib.sha256(text).hexdigest(), own, tuple(sorted(missing)))
+
+
+def _without_damaged(candidate: Candidate, store: Store, world: World, hosts: HostRanks) -> Candidate:
+    """[4] The step without the files that do not have their hashes on a host."""
+
+    def look() -> list[str]:
+        held = candidate.held[hosts.index]
+        if held is None or not hosts.is_leader:
+            return []
+        step = SavedStep(store.path(candidate.step), store.manifest(candidate.step), store.disk)
+        return sorted({damage.file for damage in verify(step).damages}.intersection(held.files))
+
+    how = {
+        "failed": f"step {candidate.step} of {store.where} was not verified",
+        "fix": "--resume STEP, with another step",
+    }
+    found = all_or_none(world, look, kinds=(), **how)
+    of_hosts = zip(candidate.held, hosts.groups, strict=True)
+    return replace(candidate, held=tuple(held and held.without(found[ranks[0]]) for held, ranks in of_hosts))
 
 
 # ---- what is fetched ------------------------------------------------------------------------------------------------
