@@ -101,6 +101,7 @@ def test_the_rank_that_computes_wrong_is_named(world: World, times: int, code: s
         one_step(run, 1)
     assert caught.value.codes == (code,)
     assert text.format(name) in str(caught.value)
+    assert "no step was compared since the start" in str(caught.value) or code != "T076"
     assert caught.value.may_pass is may_pass
     assert all(torch.equal(one, other) for one, other in zip(before, run.parameters, strict=True)), "no update was made"
 

@@ -99,8 +99,9 @@ def failure_of(found: Found, *, step: int, agreed_at: int | None, num_ranks: int
     of = _tensors(found.tensors)
     good = "an earlier step" if agreed_at is None else f"step {agreed_at} or before"
     resume = f"then shoal train --resume STEP, a checkpoint of {good}"
+    last = "no step was compared since the start" if agreed_at is None else f"they were last equal in step {agreed_at}"
     if len(found.once) * 2 > num_ranks or (num_ranks == 2 and len(found.once) == 2):
-        what = f"in step {step}, {_ranks(found.once)} did not reproduce their own gradients of {of}"
+        what = f"in step {step}, {_ranks(found.once)} did not reproduce their own gradients of {of}; {last}"
         return RunFailed(what, fix="--run.deterministic true; or --run.check_compute 0step", code="T078")
     if found.always:
         compute, its = ("computes", "its") if len(found.always) == 1 else ("compute", "their")
@@ -110,7 +111,7 @@ def failure_of(found: Found, *, step: int, agreed_at: int | None, num_ranks: int
     if found.once:
         its = "its" if len(found.once) == 1 else "their"
         ranks = _ranks(found.once)
-        what = f"{ranks} computed wrong once: in step {step}, {its} gradient of {of} differs from {its} replay"
+        what = f"{ranks} computed wrong once: in step {step}, {its} gradient of {of} differs from {its} replay; {last}"
         failed = RunFailed(what, fix=f"replace the machine of {ranks}, if it happens again", code="T076")
         failed.may_pass = True
         return failed
