@@ -6,8 +6,12 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -17,6 +21,7 @@ from shoal.launch import replacement as module
 from shoal.launch.failure import Failure
 from shoal.launch.replacement import Replacement
 from shoal.launch.survivor import WAIT_FOR_ORDER, Survivor
+from shoal.launch.watch.watcher import Watcher
 from shoal.launch.worker_group import WorkerGroup
 
 RANKS = range(3)
@@ -108,6 +113,23 @@ def test_a_rank_that_does_not_leave_is_ended_once(three: Three, monkeypatch: pyt
     assert three.replacement.ranks_to_end(RANKS) == []
     assert three.replacement.look(RANKS) == "the ranks had not come together after 0 s"
     assert "replacing ranks 1 and 2; all ranks continue" in three.said[0]
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_line_says_why_a_hung_rank_is_not_replaced(
+    three: Three, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_lost: bool
+) -> None:
+    """As of a rank that was killed. Where the processes are not the cause, the failure itself says enough."""
+    hung = replace(LOST, what="hangs", is_lost=is_lost)
+    gone = cast("BaseProcess", SimpleNamespace(pid=2**30))  # no process has this number
+    watcher = cast("Watcher", SimpleNamespace(look=lambda pids: hung))
+    group = WorkerGroup(directory=tmp_path, grace=5, grace_period=30, watcher=watcher, replacement=three.replacement)
+    group.processes, group.running = [gone] * 3, {"end of rank 0": 0, "end of rank 2": 2}
+    three.report(2, "disarmed", 0)
+    group._fence_hung()
+    assert group.cause is hung
+    said = capsys.readouterr().err
+    assert said == ("shoal: no rank is replaced: rank 2 is not in training\n" if is_lost else "")
 
 
 def test_a_signal_while_a_hung_rank_is_ended_leaves_the_others_all_of_their_time(tmp_path: Path) -> None:

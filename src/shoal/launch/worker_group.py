@@ -282,12 +282,12 @@ class WorkerGroup:
         if (found := self.watcher.look(pids)) is None:
             return
         self._signal(found.rank, signal.SIGKILL)
-        others = [rank for rank in pids if rank != found.rank]
-        if replacement is None or replacement.is_over or replacement.why_not(found, others):
-            self._end_all(found)
-        else:
-            self.fenced[found.rank] = found
-            self.deadline = time.monotonic() + self.grace
+        if replacement is not None and not replacement.is_over:
+            if not (why := replacement.why_not(found, [rank for rank in pids if rank != found.rank])):
+                self.fenced[found.rank], self.deadline = found, time.monotonic() + self.grace
+                return
+            replacement.give_up(why if found.is_lost else "")
+        self._end_all(found)
 
     def _check_running(self) -> None:
         """Record which workers have returned or are stopped; kill those that do not exit after their return."""
