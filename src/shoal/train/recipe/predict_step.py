@@ -59,9 +59,7 @@ def write_prediction(recipe: Recipe, directory: Path, per_node: int) -> None:
     write_whole(directory / "prediction.json", json.dumps(known, indent=2) + "\n")
 
 
-def task_for(
-    recipe: Recipe, model: nn.Module, cluster: Cluster | None = None, *, per_node: int | None = None
-) -> Task:
+def task_for(recipe: Recipe, model: nn.Module, cluster: Cluster | None = None, *, per_node: int | None = None) -> Task:
     """The planner's task for a recipe whose plan is resolved, with the states of its optimizer. `cluster` None: this
     machine and others like it, with `per_node` ranks on each; None: with all of them on this one."""
     workload, world_size = workload_for(recipe, model), recipe.plan.layout.world_size
