@@ -43,7 +43,9 @@ class FakeMembers:
 
     def send(self, members: list[Member], message: Any) -> None:
         self.sent += [(member.name, message) for member in members]
-        if message["do"] == "stop":
+        if message["do"] == "stop":  # the runners report the signal that has ended their workers
+            killed = {"say": "ended", "generation": 1, "outcome": "killed", "signal": 15}
+            self.events += [(member, killed) for member in members]
             self.events += [(member, {"say": "stopped", "generation": 1}) for member in members]
 
     def turn(self, seconds: float = 0.1) -> list[Any]:
@@ -228,6 +230,18 @@ def test_a_host_that_is_lost_after_a_signal_restarts_nothing(all_hosts: FakeMemb
     with pytest.raises(SystemExit, match="143"):
         generation(all_hosts, signals=[15]).watch()
     assert "host b (ranks 2 to 3) is lost: gone" in all_hosts.said[0]
+
+
+def test_a_host_whose_workers_a_signal_has_killed_restarts_nothing(all_hosts: FakeMembers) -> None:
+    """A signal to its agent before the first step. The run had restarted from the echo on the other host."""
+    a, b = all_hosts.members
+    all_hosts.events = [
+        (a, failed(0, "Connection closed by peer", is_echo=True, may_pass=True)),
+        (b, {"say": "ended", "generation": 1, "outcome": "killed", "signal": 15}),
+    ]
+    with pytest.raises(SystemExit, match="143"):
+        generation(all_hosts).watch()
+    assert "not restarted: the run was being stopped" in all_hosts.said[0]
 
 
 def test_a_host_that_does_not_load_the_job_is_named(all_hosts: FakeMembers, monkeypatch: pytest.MonkeyPatch) -> None:

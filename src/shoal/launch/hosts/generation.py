@@ -264,22 +264,28 @@ class Generation:
                 first_seen = first_seen or time.monotonic()
                 candidate = first_failure(failure for failure, _, _ in self.failures)
                 if time.monotonic() > first_seen + (SETTLE_ON_ECHO if candidate.is_echo else SETTLE):
+                    # Before the others are stopped, which is a signal to their workers, too.
+                    number = self.passed_on or (0 if self.grows else self._killed_by)
                     # Ranks that wait for a lost host in a collective act on no SIGTERM.
                     self.stop_all(0.0 if candidate.code == "N057" else SECONDS_TO_STOP)
                     outcome = self._outcome()
-                    if self.passed_on is None or not getattr(outcome, "may_pass", False):
+                    if not number or not getattr(outcome, "may_pass", False):
                         raise outcome
                     self.all.say(f"{outcome}\n  not restarted: the run was being stopped")
-                    raise interruption(self.passed_on)
-        killed = next((event["signal"] for event in self.done.values() if event["outcome"] == "killed"), None)
-        if killed is not None:
+                    raise interruption(number)
+        if self._killed_by:
             if self.grows:  # they took too long to save: all continue from the last checkpoint
                 raise Grown
-            raise interruption(int(killed))
+            raise interruption(self._killed_by)
         value = self.done[self.hosts[0]]["value"]
         if self.grows and value["was_stopped"]:
             raise Grown
         return value
+
+    @property
+    def _killed_by(self) -> int:
+        """The signal that has killed the workers of a host before their last save; 0: none has."""
+        return next((int(event["signal"]) for event in self.done.values() if event["outcome"] == "killed"), 0)
 
     def _note(self, host: Member, event: Message) -> None:
         if host not in self.hosts or event.get("generation", self.number) != self.number:
