@@ -30,7 +30,8 @@ from shoal.cli import main
 from shoal.config.load import load_recipe
 from shoal.errors import ShoalError
 from shoal.files import opened, read_regular
-from shoal.observe.run_directory import RunDirectory, locked
+from shoal.observe.run_directory import RunDirectory
+from shoal.observe.run_lock import locked
 from tests.cover import wide
 
 SHARD = "shard-00000.safetensors"

@@ -66,7 +66,7 @@ def test_the_last_name_resumes_unless_it_is_finished_or_of_another_recipe() -> N
 def test_a_restart_finds_the_directory_of_its_own_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a second run of the same recipe: without its mark it would begin a third one, at step 0."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shoal.observe.run_directory.LOCK_TIMEOUT", 0.0)
+    monkeypatch.setattr("shoal.observe.run_lock.LOCK_TIMEOUT", 0.0)
     mine = RunDirectory.claim(recipe(name="a"), command="mine")
     mine.begin(recipe(name="a"))
     other = RunDirectory.claim(recipe(name="a"), command="other")
@@ -152,7 +152,7 @@ def test_a_folder_with_a_file_named_lock_is_not_taken_for_one() -> None:
 
 
 def test_a_directory_in_use_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.observe.run_directory.LOCK_TIMEOUT", 0.1)
+    monkeypatch.setattr("shoal.observe.run_lock.LOCK_TIMEOUT", 0.1)
     held = RunDirectory.claim(recipe(name="a"))
     held.begin(recipe(name="a"))
     assert claimed(name="a").path == Path("runs/a-2")

@@ -28,7 +28,7 @@ from shoal.launch import worker_group
 from shoal.launch.local import launch
 from shoal.launch.scratch import LOCK, scratch_folder
 from shoal.launch.worker import value_path
-from shoal.observe import run_directory
+from shoal.observe import run_lock
 from shoal.observe.durable_write import sync
 from shoal.train.recipe.saving.memory_flush import DISK
 from shoal.train.run import Run
@@ -265,8 +265,8 @@ def test_a_place_where_another_run_saves_now_is_not_written_to(tmp_path: Path, m
     saves, said = tmp_path / "saves", list[str]()
     saves.mkdir()
     left = left_in_memory(tmp_path / "memory", str(saves))
-    monkeypatch.setattr(run_directory, "LOCK_TIMEOUT", 0.1)
-    with run_directory.locked(saves), memory_tier(str(tmp_path / "memory"), said.append, saves_to=str(saves)):
+    monkeypatch.setattr(run_lock, "LOCK_TIMEOUT", 0.1)
+    with run_lock.locked(saves), memory_tier(str(tmp_path / "memory"), said.append, saves_to=str(saves)):
         pass
     assert (Store(saves).steps(), Store(left).steps()) == ([], [5])
     assert any(str(left) in text for text in said), said

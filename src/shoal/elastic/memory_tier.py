@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shoal.checkpoint.storage.store import Store
 from shoal.files import PrivateFolder
-from shoal.observe.run_directory import locked
+from shoal.observe.run_lock import locked
 from shoal.train.recipe.saving.memory_flush import (
     DISK,
     cannot_hold,

@@ -15,7 +15,6 @@ runs/tiny/
 from __future__ import annotations
 
 import errno
-import fcntl
 import itertools
 import json
 import math
@@ -40,6 +39,7 @@ from shoal.files import opened, read_regular
 from shoal.observe.durable_write import FULL, make_directory, room, sync, write_whole
 from shoal.observe.events import append_event
 from shoal.observe.jsonable import jsonable
+from shoal.observe.run_lock import has_begun_in, is_locked, locked, reject_locked, sign, signature
 from shoal.safe_parsing import parse_yaml, read_text
 from shoal.version import __version__
 
@@ -53,14 +53,8 @@ _WRITTEN = (
 _OF_BEFORE = ("summary.json", "prediction.json", "profile.json", "trace.json")
 """What a run that resumes leaves out of date: its plan, its machine and its settings of a profile may be others."""
 
-MOST_COMMAND = 2**10
-"""The largest size of a lock in bytes."""
-BEGUN = "begun"
-"""The second line of a lock, once the command in its first line has begun to train."""
 MOST_SUMMARY = 2**24
 """The largest size of a summary in bytes."""
-LOCK_TIMEOUT = 6.0
-"""Seconds to wait for a lock: children of a killed process hold it until they end, after five."""
 
 
 class RunDirectory:
@@ -103,7 +97,7 @@ class RunDirectory:
             make_directory(path, private=True)
             lock = locked(path)
             with suppress(OSError):  # a full disk: the lock works without it
-                _sign(lock, command, has_begun=is_restart and _has_begun(path, command))
+                sign(lock, command, has_begun=is_restart and has_begun_in(path, command))
             found = cls(path, resumes=resumes, is_fresh=resume == "fresh", lock=lock, command=command)
             found.beside = _beside(path, recipe) if resume == "auto" and not resumes else ""
             return found
@@ -128,7 +122,7 @@ class RunDirectory:
         path = path or _numbered(recipe, resume="auto", is_restart=True)
         if "/" in command and recipe.checkpoint.dir is not None and not os.path.exists(path / "lock"):
             return True  # perhaps on another machine, and the steps that it has saved must stay
-        return _has_begun(path, command)
+        return has_begun_in(path, command)
 
     @classmethod
     def preview(cls, recipe: Recipe, resume: str = "auto") -> RunDirectory:
@@ -153,7 +147,7 @@ class RunDirectory:
                 (self.path / name).unlink(missing_ok=True)
             sync(self.path)
             if self._lock is not None:
-                _sign(self._lock, self._command, has_begun=True)  # last: a kill before this repeats all of it
+                sign(self._lock, self._command, has_begun=True)  # last: a kill before this repeats all of it
                 os.fsync(self._lock.fileno())  # before the first save: a restart must not remove that
         except OSError as error:
             raise _unwritable(self.path, error) from None
@@ -237,39 +231,14 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _sign(lock: BinaryIO, command: str, *, has_begun: bool) -> None:
-    """Write into the lock which command holds it, since several runs of one recipe may exist, and whether it trains."""
-    text, handle = f"{command}\n{BEGUN}\n" if has_begun else f"{command}\n", lock.fileno()
-    fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_APPEND)
-    if not has_begun:  # else a kill or a full disk keeps the mark: without it a restart may start over once more
-        os.ftruncate(handle, 0)
-    os.pwrite(handle, text.encode(), 0)  # unbuffered, so that `close` cannot fail
-    os.ftruncate(handle, len(text.encode()))
-
-
-def _signature(path: Path) -> tuple[str, bool]:
-    """The command that has claimed a directory last, and whether it has begun to train there."""
-    with suppress(OSError):
-        command, _, rest = read_regular(path / "lock", MOST_COMMAND).decode(errors="replace").partition("\n")
-        return command, rest.strip() == BEGUN
-    return "", False
-
-
-def _has_begun(path: Path, command: str) -> bool:
-    """Whether a command has begun to train in a directory. What follows a slash is not compared: torchrun restarts
-    processes without anything by which one command differs from another."""
-    signed, has_begun = _signature(path)
-    return has_begun and signed.partition("/")[0] == command.partition("/")[0]
-
-
 def _claimed_by(recipe: Recipe, command: str) -> Path | None:
     """The directory that a command has claimed before; None: it has claimed none."""
-    return next((path for path in _existing(recipe) if command and _signature(path)[0] == command), None)
+    return next((path for path in _existing(recipe) if command and signature(path)[0] == command), None)
 
 
 def directory_of_command(recipe: Recipe, command: str) -> Path | None:
     """The directory that a command has claimed, named or numbered; None: it has claimed none."""
-    if command and recipe.run.dir and _signature(Path(recipe.run.dir))[0] == command:
+    if command and recipe.run.dir and signature(Path(recipe.run.dir))[0] == command:
         return Path(recipe.run.dir)
     return _claimed_by(recipe, command)
 
@@ -291,11 +260,11 @@ def _numbered(recipe: Recipe, *, resume: str, is_restart: bool = False) -> Path:
     path = Path("runs") / (f"{recipe.run.name}-{len(there) + 1}" if there else recipe.run.name)
     if last is None or resume == "fresh":
         return path
-    if _is_locked(last) and is_restart:
+    if is_locked(last) and is_restart:
         return last  # a restart waits for its own lock, and never starts over beside it
     if resume != "auto":
-        return path if _is_locked(last) else last
-    return next((each for each in reversed(there) if not _why_not_resumed(each, recipe) and not _is_locked(each)), path)
+        return path if is_locked(last) else last
+    return next((each for each in reversed(there) if not _why_not_resumed(each, recipe) and not is_locked(each)), path)
 
 
 def _beside(path: Path, recipe: Recipe) -> str:
@@ -340,7 +309,7 @@ def _can_resume(path: Path, recipe: Recipe, resume: str) -> bool:
             fix="--run.dir SOMEWHERE_ELSE",
             code="C024",
         )
-    _reject_locked(path)
+    reject_locked(path)
     if resume == "fresh":
         return False
     reject_changes(stored, recipe, where=repr(str(path)))
@@ -404,49 +373,6 @@ def _has_ended(path: Path) -> bool:
     # A run whose last step could not be saved is not finished.
     is_saved = summary.get("saved_step", summary.get("steps")) == summary.get("steps")
     return is_saved and not summary.get("was_stopped", False)
-
-
-def locked(path: Path) -> BinaryIO:
-    """Lock a directory; the kernel releases the lock when this process ends."""
-    file: BinaryIO = opened(path / "lock", "ab")
-    deadline = time.monotonic() + LOCK_TIMEOUT
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                file.close()
-                raise _taken(path) from None
-            time.sleep(0.1)
-        except OSError:  # a file system without locks
-            return file
-        else:
-            return file
-
-
-def _is_locked(path: Path) -> bool:
-    if not os.path.exists(path / "lock"):
-        return False
-    try:
-        locked(path).close()
-    except ShoalError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def _reject_locked(path: Path) -> None:
-    if _is_locked(path):
-        raise _taken(path)
-
-
-def _taken(path: Path) -> ShoalError:
-    return ShoalError(
-        f"another process is training in {str(path)!r}; nothing was touched",
-        fix="--run.dir SOMEWHERE_ELSE, or wait for its end",
-        code="C027",
-    )
 
 
 def _remove_run(path: Path) -> None:

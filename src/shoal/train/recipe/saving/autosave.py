@@ -39,7 +39,7 @@ from shoal.errors import ShoalError
 from shoal.files import PrivateFolder
 from shoal.launch.worker import note_saved
 from shoal.observe.events import Event, append_event
-from shoal.observe.run_directory import locked
+from shoal.observe.run_lock import locked
 from shoal.predict.goodput.recovery import best_interval
 from shoal.train.recipe.preflight import Job, units
 from shoal.train.recipe.saving.host_storage import HostStorage, bytes_on_host
