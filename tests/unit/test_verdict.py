@@ -194,7 +194,7 @@ def test_messages_of_nccl_have_no_ticket(monkeypatch: pytest.MonkeyPatch) -> Non
         "input_sizes": [],
         "retired": False,
     }
-    entry |= {"time_created_ns": 1, "is_p2p": False, "p2p_seq_id": 0}
+    entry |= {"time_created_ns": 1, "is_p2p": False, "p2p_seq_id": 0, "pg_id": 0}
     entries = [
         {**entry, "profiling_name": "nccl:all_reduce"},
         {**entry, "profiling_name": "nccl:send 0->1", "is_p2p": True, "p2p_seq_id": 1},
@@ -202,6 +202,7 @@ def test_messages_of_nccl_have_no_ticket(monkeypatch: pytest.MonkeyPatch) -> Non
         {**entry, "profiling_name": "nccl:coalesced"},
     ]
     monkeypatch.setattr(recorder, "_dumps", lambda *, with_entries: [("nccl", {"entries": entries})])
+    monkeypatch.setattr(recorder, "_names", {})
     assert [(each.channel, each.operation) for each in recorder.tickets()] == [
         ("nccl/0", "all_reduce"),
         ("nccl/0", "coalesced"),
