@@ -294,12 +294,25 @@ def test_all_limits_follow_from_the_timeout() -> None:
         limits = Thresholds(seconds)
         for phase in ("start", "first steps", "data", "step", "save"):
             for median in (0.0, 0.01, 1.0, 1e4):
-                for may_pass in (False, True):
-                    named, ended = limits.named(phase, median), limits.ended(phase, median, may_pass=may_pass)
+                for may_pass, holds_gil in ((False, False), (False, True), (True, False)):
+                    named = limits.named(phase, median, holds_gil=holds_gil)
+                    ended = limits.ended(phase, median, may_pass=may_pass, holds_gil=holds_gil)
                     assert 0 < named <= ended <= limits.last < seconds, (phase, median, may_pass)
         assert limits.stopped < seconds
     assert LIMITS.ended("first steps", 0.0, may_pass=False) == 60.0  # a hang right after a restart
+    assert LIMITS.ended("first steps", 0.0, may_pass=False, holds_gil=True) == 15.0
     assert LIMITS.ended("first steps", 0.0, may_pass=True) == 540.0
+
+
+def test_a_rank_that_sleeps_with_the_gil_in_a_first_step_has_a_quarter_of_the_time() -> None:
+    """One that computes or waits for a disk there may load a library."""
+    readings = {rank: waits(still=16.0) for rank in (0, 1, 3)}
+    readings[2] = behind(still=16.0, age=16.0, phase="first steps")
+    found = verdict(readings, dict.fromkeys(range(4), RUNS), LIMITS)
+    assert found is not None
+    assert (found.kind, found.rank, found.is_final) == ("gil", 2, True)
+    for state in (replace(RUNS, letter="D"), replace(RUNS, busy=0.9)):
+        assert verdict(readings, {**dict.fromkeys(range(4), RUNS), 2: state}, LIMITS) is None
 
 
 # ---- stacks ---------------------------------------------------------------------------------------------------------

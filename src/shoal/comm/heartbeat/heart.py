@@ -150,6 +150,9 @@ class Heart:
             self._apart_since = time.time_ns()
         elif phase in TRAINING and before not in TRAINING:
             self._apart.append((self._apart_since, time.time_ns()))
+        if self.steps_here <= FIRST_STEPS:  # a few times; the next beat stays out if the GIL is held at once
+            with suppress(Exception):
+                self.beat()
         return before
 
     def begin_step(self, number: int) -> None:

@@ -19,7 +19,7 @@ A group of `cpu:gloo,cuda:nccl` has two backends, and each numbers its own colle
 and a group, `nccl/0`.
 
 The status of groups in a dump has torch's numbers of them, not their names. A process numbers only the groups that it
-is in, and goes on counting when they are destroyed. Only entries have both, so the names are learnt from those.
+is in, and does not start over when they are destroyed. Only entries have both, so the names are learnt from those.
 """
 
 from __future__ import annotations

@@ -169,10 +169,11 @@ class _Known:
         reading, state = self.readings[rank], self._state(rank)
         median = max(each.median_step for each in self.readings.values())
         waited = self._still(self.readings)
-        if waited < self.thresholds.named(reading.phase, median):
-            return None
         is_blocked = state.letter == "D"
         may_pass = is_blocked or reading.uses_gpu or state.letter == "R" or state.busy > BUSY
+        holds_gil = reading.age > OLD_BEAT and not may_pass
+        if waited < self.thresholds.named(reading.phase, median, holds_gil=holds_gil):
+            return None
         kind: Kind = "kernel" if is_blocked else "gil" if reading.age > OLD_BEAT else "never_entered"
         return Verdict(
             kind=kind,
@@ -180,7 +181,7 @@ class _Known:
             call=call,
             waited=waited,
             waiting=waiting,
-            is_final=waited >= self.thresholds.ended(reading.phase, median, may_pass=may_pass),
+            is_final=waited >= self.thresholds.ended(reading.phase, median, may_pass=may_pass, holds_gil=holds_gil),
             wchan=state.wchan,
             phase=reading.phase,
         )
