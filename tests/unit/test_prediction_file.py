@@ -5,14 +5,14 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shoal.cli.overrides import parse
 from shoal.cli.train import Train
 from shoal.config.load import load_recipe
-from shoal.train.recipe.auto_plan import append_measurement
-from shoal.train.recipe.predict_step import write_prediction
+from shoal.train.recipe.predict_step import append_measurement, predict_step, write_prediction
 
 NET = """\
 from torch import nn
@@ -61,3 +61,14 @@ def test_ranks_of_several_hosts_are_predicted_with_the_link_between_them(tmp_pat
     rows = list(csv.DictReader((tmp_path / "measured.csv").read_text().splitlines()))
     assert [row["cluster"].partition(":")[2] for row in rows] == ["4", "2x2"]
     assert float(rows[1]["predicted_s"]) > float(rows[0]["predicted_s"])
+
+
+def test_lora_is_predicted_where_all_linear_layers_have_it() -> None:
+    def found(*settings: tuple[str, str]) -> dict[str, Any]:
+        recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "tiny.yaml", [("launch.device", "cpu"), *settings])
+        return predict_step(recipe.model_copy(update={"plan": recipe.plan.parse("mb=1").resolve(1)}))
+
+    whole, adapted = found(), found(("model.lora.rank", "4"))
+    assert adapted["memory"]["optimizer"] == 8 * adapted["trained_parameters"] < whole["memory"]["optimizer"]
+    assert adapted["flops"] < whole["flops"]
+    assert "LoRA on some" in found(("model.lora.targets", "[q_proj]"))["not_predicted"]

@@ -399,7 +399,7 @@ def _append_measurement(job: Job, summary: dict[str, Any]) -> bool:
     run now has a prediction, or needs none."""
     made_steps = summary["seconds_to_first_step"] is not None  # else the run was resumed at its end
     if summary["run_directory"] and not summary["was_stopped"] and made_steps:
-        from shoal.train.recipe.auto_plan import append_measurement
+        from shoal.train.recipe.predict_step import append_measurement
 
         with suppress(Exception):  # no preset for the machine, or a full disk: the run has ended well anyway
             return append_measurement(job.recipe, summary, Path(summary["run_directory"]).parent / "measured.csv")

@@ -218,7 +218,7 @@ def _usual_batch(cluster: Cluster, workload: Workload, sequence: int) -> int:
 
 
 def workload_of(request: PlanRequest) -> Workload:
-    """Return the model, with LoRA if that is wanted."""
+    """Return the model, with LoRA if --lora is given."""
     found = _workload_of(request)
     if not request.lora:
         return found

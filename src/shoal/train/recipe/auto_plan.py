@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.blueprint.plan import Plan
@@ -14,9 +12,9 @@ from shoal.blueprint.validation.bf16_weights import check_bf16_weights
 from shoal.config.checks.settings import KEPT_BY_THE_PLANNER
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError, raise_if
-from shoal.observe.durable_write import write_whole
 from shoal.parallel.data.shard_policy import DEFAULT_SHARDING
-from shoal.planner.backtest.rows import append
+from shoal.parallel.lora.apply import ALL_LINEAR
+from shoal.parallel.lora.layers import adapted_layers
 from shoal.planner.search import search
 from shoal.planner.suggestions import reject_contradictions, smallest_changes
 from shoal.planner.task import Task
@@ -86,45 +84,13 @@ def _suggestions(recipe: Recipe, task: Task) -> Iterator[str]:
             yield f"{flag}: {best[0].plan.brief()} takes {best[0].memory.total / GIB:.1f} GiB"
 
 
-def append_measurement(recipe: Recipe, summary: Mapping[str, Any], path: Path) -> bool:
-    """Append the run to a table that `shoal backtest` reads, and write `prediction.json` into its directory. A model
-    whose config lacks dimensions adds neither: then False. Nor does a run with settings that are not predicted: then
-    True."""
-    if unpredicted(recipe) is not None:
-        return True
-    model = without_memory(lambda: build_model(recipe.model))
-    dimensions = None if model is None else dimensions_of(model)
-    if dimensions is None:
-        return False
-    workload = Workload(name=recipe.model.name, **dimensions)
-    cluster = cluster_of_ranks(recipe.launch.device, summary["ranks"], summary["ranks_per_host"])
-    task = task_of(recipe, workload, cluster)
-    predicted = task.predict(recipe.plan)
-    figures = {"step_seconds": predicted.time.total, "memory_gib": predicted.memory.total / GIB}
-    beside = Path(summary["run_directory"]) / "prediction.json"
-    write_whole(beside, json.dumps({**figures, "is_calibrated": is_calibrated(cluster)}, indent=2) + "\n")
-    size = f"{cluster.per_node}x{cluster.nodes}" if cluster.nodes > 1 else f"{cluster.per_node}"
-    append(
-        path,
-        {
-            "source": "shoal", "model": workload.name, "params_b": round(workload.parameters / 1e9, 6),
-            "layers": workload.layers, "hidden": workload.hidden, "heads": workload.heads,
-            "kv_heads": workload.kv_heads, "ffn": workload.ffn, "vocab": workload.vocabulary, "seq": task.sequence,
-            "gpu": cluster.device.name, "n_gpus": summary["ranks"], "global_batch": task.global_batch,
-            "notes": "compiled" if recipe.run.compile else "eager", "recompute": recipe.plan.recompute,
-            "precision": recipe.plan.precision,
-            "iter_time_s": round(summary["step_seconds_median"], 6), "mem_gib": round(summary["memory_gib_max"], 4),
-            "tokens_per_s_per_gpu": round(summary["tokens_per_s"] / summary["ranks"], 3), "plan": str(recipe.plan),
-            "cluster": f"{'here' if cluster.is_measured else cluster.device.name}:{size}",
-            "predicted_s": round(predicted.time.total, 6), "predicted_gib": round(predicted.memory.total / GIB, 4),
-        },
-    )  # fmt: skip
-    return True
-
-
 def unpredicted(recipe: Recipe) -> str | None:
-    """The settings of shards that the planner does not know; None: it knows how the recipe is computed."""
-    comm, plan = recipe.comm, recipe.plan
+    """The settings that the planner does not know; None: it knows how the recipe is computed."""
+    comm, plan, lora = recipe.comm, recipe.plan, recipe.model.lora
+    if lora is not None and lora.base is not None:
+        return f"with model.lora.base={lora.base}"
+    if lora is not None and lora.targets != ALL_LINEAR:
+        return "with LoRA on some of the layers"
     names = [field.name for field in fields(DEFAULT_SHARDING)]
     changed = [name for name in names if getattr(comm, name) != getattr(DEFAULT_SHARDING, name)]
     return f"with comm.{' and comm.'.join(changed)}" if changed and plan.is_sharded else None
@@ -160,7 +126,14 @@ def model_of(recipe: Recipe) -> nn.Module:
 
 
 def workload_for(recipe: Recipe, model: nn.Module) -> Workload:
-    """The workload of a model: from the config of a transformer, or traced on the recipe's data."""
+    """The workload of a model, with LoRA if it has that: from the config of a transformer, or traced on the recipe's
+    data."""
+    found, adapted = _workload_for(recipe, model), adapted_layers(model)
+    is_known = found.is_transformer and not found.experts and found.latent is None
+    return replace(found, lora=next(iter(adapted.values())).rank) if adapted and is_known else found
+
+
+def _workload_for(recipe: Recipe, model: nn.Module) -> Workload:
     dimensions = dimensions_of(model)
     if dimensions is not None:
         return Workload(name=recipe.model.name, **dimensions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,17 @@ from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.numerics.optim.groups import moments_of
 from shoal.observe.durable_write import write_whole
+from shoal.planner.backtest.rows import append
 from shoal.predict.cluster import GIB
 from shoal.train.build_model import build_model, describe, without_memory
-from shoal.train.recipe.auto_plan import cluster_of_ranks, is_calibrated, task_of, unpredicted, workload_for
+from shoal.train.recipe.auto_plan import (
+    cluster_of_ranks,
+    dimensions_of,
+    is_calibrated,
+    task_of,
+    unpredicted,
+    workload_for,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,6 +66,40 @@ def write_prediction(recipe: Recipe, directory: Path, per_node: int) -> None:
     figures = {"step_seconds": found.time.total, "memory_gib": found.memory.total / GIB}
     known = {**figures, "is_calibrated": is_calibrated(task.cluster)}
     write_whole(directory / "prediction.json", json.dumps(known, indent=2) + "\n")
+
+
+def append_measurement(recipe: Recipe, summary: Mapping[str, Any], path: Path) -> bool:
+    """Append the run to a table that `shoal backtest` reads, and write `prediction.json` into its directory. A model
+    whose config lacks dimensions adds neither: then False. Nor does a run with settings that are not predicted: then
+    True."""
+    if unpredicted(recipe) is not None:
+        return True
+    model = without_memory(lambda: build_model(recipe.model))
+    if model is None or dimensions_of(model) is None:
+        return False
+    task = task_for(recipe, model, per_node=summary["ranks_per_host"])
+    workload, cluster = task.workload, task.cluster
+    predicted = task.predict(recipe.plan)
+    figures = {"step_seconds": predicted.time.total, "memory_gib": predicted.memory.total / GIB}
+    beside = Path(summary["run_directory"]) / "prediction.json"
+    write_whole(beside, json.dumps({**figures, "is_calibrated": is_calibrated(cluster)}, indent=2) + "\n")
+    size = f"{cluster.per_node}x{cluster.nodes}" if cluster.nodes > 1 else f"{cluster.per_node}"
+    append(
+        path,
+        {
+            "source": "shoal", "model": workload.name, "params_b": round(workload.parameters / 1e9, 6),
+            "layers": workload.layers, "hidden": workload.hidden, "heads": workload.heads,
+            "kv_heads": workload.kv_heads, "ffn": workload.ffn, "vocab": workload.vocabulary, "seq": task.sequence,
+            "gpu": cluster.device.name, "n_gpus": summary["ranks"], "global_batch": task.global_batch,
+            "notes": "compiled" if recipe.run.compile else "eager", "recompute": recipe.plan.recompute,
+            "precision": recipe.plan.precision,
+            "iter_time_s": round(summary["step_seconds_median"], 6), "mem_gib": round(summary["memory_gib_max"], 4),
+            "tokens_per_s_per_gpu": round(summary["tokens_per_s"] / summary["ranks"], 3), "plan": str(recipe.plan),
+            "cluster": f"{'here' if cluster.is_measured else cluster.device.name}:{size}",
+            "predicted_s": round(predicted.time.total, 6), "predicted_gib": round(predicted.memory.total / GIB, 4),
+        },
+    )  # fmt: skip
+    return True
 
 
 def task_for(recipe: Recipe, model: nn.Module, cluster: Cluster | None = None, *, per_node: int | None = None) -> Task:
