@@ -81,9 +81,11 @@ def test_the_efficiency_is_that_of_the_plan_in_the_headline() -> None:
 def test_different_losses_are_the_verdict() -> None:
     found = scale()
     found["losses"][0]["are_equal"] = False
-    page = import_module("shoal.pages.bench.scale").make_page(found)
-    assert "Plans have different losses" in page
-    assert 'class="verdict dead"' in page
+    for key, what in (("largest", "losses"), ("largest_of_norm", "gradients")):
+        apart = {**found, "losses": [{**found["losses"][0], key: 1.0}]}
+        page = import_module("shoal.pages.bench.scale").make_page(apart)
+        assert f"Plans have different {what}" in page
+        assert 'class="verdict dead"' in page
 
 
 def test_a_table_without_any_efficiency_has_a_page() -> None:

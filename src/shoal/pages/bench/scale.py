@@ -43,7 +43,9 @@ def _verdict(found: Found) -> str:
     for key, name in (("step_error", "step predicted within"), ("peak_error", "memory predicted within")):
         if (error := found["prediction"].get(key)) is not None:
             facts.append((name, percent(error["worst"]), f"median {percent(error['median'])}, {error['rows']} rows"))
-    headline = "Every plan computes the same losses" if equal else "Plans have different losses"
+    is_loss = any(not each["largest"] <= each["tolerance"] for each in found["losses"])
+    apart = "Plans have different losses" if is_loss else "Plans have different gradients"
+    headline = "Every plan computes the same losses" if equal else apart
     if best is not None and equal:
         headline = f"{best['plan']} makes a step {figure(best['speedup'], 3)} times as fast on {best['ranks']} ranks"
         headline = headline if best["mode"] == "strong" else f"{best['plan']} keeps {facts[0][1]} of one rank's speed"
@@ -113,9 +115,10 @@ def _losses(found: Found) -> str:
     rows = []
     for each in found["losses"]:
         for name, value in each["differences"].items():
-            rows.append((name, each["compared_with"], figure(value, 2), figure(each["tolerance"], 2)))
-    head = ("plan", "compared with", "largest relative difference", "rounding explains")
-    note = "The same batch gives the same losses under every plan, up to rounding."
+            of_norm = each["norm_differences"][name]
+            rows.append((name, each["compared_with"], *(figure(x, 2) for x in (value, of_norm, each["tolerance"]))))
+    head = ("plan", "compared with", "largest relative difference", "of the gradients' norm", "rounding explains")
+    note = "The same batch gives the same losses and gradients under every plan, up to rounding."
     return section("Losses", table(head, rows), name="losses", note=note)
 
 

@@ -7,6 +7,7 @@ import shlex
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.pages.run.metrics_table import number
 from shoal.pages.run.read_run import RunRecord
@@ -85,14 +86,24 @@ def _saves(run: RunRecord) -> Iterator[Finding]:
     stall, total = number(run.summary.get("save_stall_seconds")), number(run.summary.get("seconds_training"))
     if total > 0 and stall / total >= 0.02:
         evidence = f"{duration(stall)}, {percent(stall / total)} of the time, measured"
-        yield Finding("Training waits for saves", evidence, "--checkpoint.every 30min, a faster disk", stall / total)
+        every = _setting(run, "checkpoint", "every")
+        fix = f"--checkpoint.every above {every}, a faster disk" if every else "fewer saves, a faster disk"
+        yield Finding("Training waits for saves", evidence, fix, stall / total)
 
 
 def _data(run: RunRecord) -> Iterator[Finding]:
     parts = whole_run(run.metrics)
     if parts is not None and parts.data >= WORTH:
         evidence = f"{percent(parts.data)} of the time of a step, measured"
-        yield Finding("Steps wait for data", evidence, "--data.workers 4 --data.prefetch 4", parts.data)
+        workers = _setting(run, "data", "workers")
+        more = 2 * workers if isinstance(workers, int) and 0 < workers < 1024 else 2
+        yield Finding("Steps wait for data", evidence, f"--data.workers {more}, while cores are free", parts.data)
+
+
+def _setting(run: RunRecord, section: str, key: str) -> Any:
+    """A setting of the run's recipe; None: its file lacks it."""
+    found = run.recipe.get(section)
+    return found.get(key) if isinstance(found, dict) else None
 
 
 def _communication(run: RunRecord) -> Iterator[Finding]:

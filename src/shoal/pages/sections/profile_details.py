@@ -77,7 +77,9 @@ def _memory(profile: Mapping[str, Any]) -> str:
     if not drawn:
         return ""
     measured = _size(memory.get("measured_peak"))
-    highest = f" The measured peak of the run is {memory_size(measured, whole)}." if measured else ""
+    fullest = number(memory.get("fullest_rank"))
+    where = f", on rank {fullest:.0f}" if math.isfinite(fullest) else ""
+    highest = f" The measured peak of the run is {memory_size(measured, whole)}{where}." if measured else ""
     note = "On rank 0, at the end of each part of a step that is not timed. Other: activations, buffers, the process."
     return f'<p class="note">{note}{text(highest)}</p>{drawn}'
 

@@ -46,13 +46,12 @@ class RecipeProfile:
         is_only: bool = False,
         mfu: Callable[[float], float | None] = lambda seconds: None,
         leave_out: Callable[[float], None] = lambda seconds: None,
-        loader_processes: Callable[[], int] = lambda: 0,
     ) -> None:
         self.mfu = mfu
         """Seconds of a step → the utilization of its FLOPs; None: not known."""
         self.leave_out = leave_out
         """Called with the seconds that the profile itself has taken, which are no part of a step."""
-        self.loader_processes = loader_processes
+        self.loader_processes: Callable[[], int] = lambda: 0
         """The processes that prepare batches of this rank."""
         self.run, self.recipe, self.steps, self.directory, self.note = run, recipe, steps, directory, note
         self.is_only = is_only

@@ -141,8 +141,8 @@ def _profile(
         is_only=invocation.only_profiles,
         mfu=metrics.mfu,
         leave_out=metrics.leave_out,
-        loader_processes=lambda: loader.num_processes,
     )
+    profile.loader_processes = lambda: loader.num_processes
     profile.begin()
     return profile
 
