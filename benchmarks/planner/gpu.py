@@ -1,7 +1,7 @@
 """Does a run on one GPU take the memory and the time that the planner predicts?
 
 python benchmarks/planner/gpu.py [--cluster cluster.yaml] [--steps 8] [--set new] [--cases 0 5] [--dry]
-python benchmarks/planner/gpu.py --recorded benchmarks/results/planner_nvidia-h200_2026-11-15.md   predict again
+python benchmarks/planner/gpu.py --set first --recorded benchmarks/results/planner_nvidia-h200_2026-11-15.md
 
 First the machine is measured (`shoal calibrate`), then all is predicted and written to the result, and then every case
 is trained for some steps on random tokens, in a process of its own, on an otherwise idle GPU.
