@@ -57,7 +57,7 @@ class Thresholds:
         return max(min(3.0, self.last), self.timeout / (60 if holds_gil and phase == FIRST_STEPS else 20))
 
     def ended(self, phase: str, median_step: float, *, may_pass: bool, holds_gil: bool = False) -> float:
-        """After this it is ended. `may_pass`: it computes, uses a GPU, or waits for a disk. `holds_gil`: see `named`."""
+        """After this it is ended. `may_pass`: it computes, uses a GPU, or waits for a disk; `holds_gil`: as above."""
         if phase == FIRST_STEPS and not may_pass:  # nothing compiles: a rank hangs, as after a restart
             named = self.named(phase, median_step, holds_gil=holds_gil)
             return max(named, self.timeout / (40 if holds_gil else 10))

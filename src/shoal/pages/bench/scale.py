@@ -115,7 +115,7 @@ def _losses(found: Found) -> str:
     rows = []
     for each in found["losses"]:
         for name, value in each["differences"].items():
-            of_norm = each["norm_differences"][name]
+            of_norm = each.get("norm_differences", {}).get(name)  # older results have none
             rows.append((name, each["compared_with"], *(figure(x, 2) for x in (value, of_norm, each["tolerance"]))))
     head = ("plan", "compared with", "largest relative difference", "of the gradients' norm", "rounding explains")
     note = "The same batch gives the same losses and gradients under every plan, up to rounding."
