@@ -115,8 +115,8 @@ MUTATIONS = [
     M(
         "FLOPs of the forward alone",
         "predict/workload.py",
-        "return 6 * self.active_parameters",
-        "return 2 * self.active_parameters",
+        "if self.lora else 6 * self.active_parameters",
+        "if self.lora else 2 * self.active_parameters",
         "tests/unit/test_workload.py::test_flops_of_a_token_are_six_per_parameter_and_attention",
     ),
     M(
