@@ -126,5 +126,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@start=$$(date +%s) && \
 	$(PYTHON) -m venv .venv && \
 	$(BIN)/pip install -qq --no-compile --constraint constraints.txt --editable '.[dev]' && \
-	{ $(BIN)/python -m compileall -qq -j 0 .venv/lib || true; } && \
+	{ $(BIN)/python -m compileall -qq -j 0 .venv/lib src || true; } && \
 	echo $$(( $$(date +%s) - start )) > $@

@@ -63,7 +63,6 @@ class Request:
             seconds=60 * self.minutes * TRAINED,
             kinds=kinds,
             ranks=self.hosts * self.ranks_per_host,
-            ranks_per_host=self.ranks_per_host,
         )
 
     def left_out(self) -> dict[str, str]:

@@ -123,7 +123,7 @@ class Injector:
         network = self.network
         {"slow": network.slow, "oneway": network.drop_outgoing}.get(injection.kind, network.cut)(host)
         made = self._healed_later(injection, lambda: network.heal(host))
-        made.host = name
+        made.host = name if host else network.names[1]  # without a link, the coordinator's host loses the others
         return made
 
     def _healed_later(self, injection: Injection, heal: Callable[[], None]) -> Made:

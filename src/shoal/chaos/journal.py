@@ -46,6 +46,7 @@ class Made:
     damaged: int | None = None
     """The checkpoint that was damaged."""
     host: str = ""
+    """The host whose loss is reported; empty: none has to be."""
 
 
 @dataclass(slots=True)

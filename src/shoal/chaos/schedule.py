@@ -36,15 +36,13 @@ class Injection:
         return f"{self.at:7.1f} s  {self.kind}{where[KINDS[self.kind].target]}{lasts}{double}"
 
 
-def draw_schedule(
-    seed: int, *, faults: int, seconds: float, kinds: Sequence[str], ranks: int, ranks_per_host: int
-) -> list[Injection]:
+def draw_schedule(seed: int, *, faults: int, seconds: float, kinds: Sequence[str], ranks: int) -> list[Injection]:
     """Draw the faults of a drill of that many seconds.
 
     Each fault has a slot of the time, in which its moment is random. Kinds come in rounds of a shuffled order, so that
-    each kind comes as often as any other. The first host is spared by faults of a link: the command runs there.
+    each kind comes as often as any other. No rank and no host is spared.
 
-    >>> [str(each) for each in draw_schedule(1, faults=2, seconds=60, kinds=["kill"], ranks=4, ranks_per_host=4)]
+    >>> [str(each) for each in draw_schedule(1, faults=2, seconds=60, kinds=["kill"], ranks=4)]
     ['    0.0 s  kill rank 1', '   51.6 s  kill rank 0']
     """
     rng = random.Random(f"shoal chaos {seed}")
@@ -58,8 +56,7 @@ def draw_schedule(
         is_double = rng.random() < DOUBLE and bool(found)
         if is_double:
             at = found[-1].at + SOON * rng.random()
-        first = ranks_per_host if KINDS[kind].target == "host" else 0
-        rank, length = rng.randrange(first, ranks), round(rng.uniform(*KINDS[kind].seconds), 1)
+        rank, length = rng.randrange(ranks), round(rng.uniform(*KINDS[kind].seconds), 1)
         found.append(
             Injection(number=number + 1, at=round(at, 2), kind=kind, rank=rank, seconds=length, is_double=is_double)
         )
