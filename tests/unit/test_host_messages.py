@@ -207,6 +207,17 @@ def test_a_host_whose_process_reads_slowly_or_not_at_all_is_not_lost(monkeypatch
         assert "has not answered" in channel.silence()
 
 
+def test_a_reset_does_not_wait_behind_what_was_not_acknowledged() -> None:
+    with contextlib.ExitStack() as stack:
+        channel, peer = connected(stack)
+        while not channel.num_unsent:
+            channel.send({"text": "x" * 50_000})
+        channel.reset()
+        with pytest.raises(ConnectionResetError):
+            while peer.recv(2**20):
+                pass
+
+
 def test_a_stop_of_the_coordinator_does_not_count_as_silence_of_others(
     door: tuple[Members, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

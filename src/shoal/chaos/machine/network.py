@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from shoal.errors import ShoalError
 
 SLOW = "tbf rate 10mbit burst 32kbit latency 400ms"
+_ABSENT = "02:00:00:00:00:01"
+"""The address of no interface."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,10 @@ class Network:
         _ip(f"-n {self.switch} link set port{host} down")
 
     def drop_outgoing(self, host: int) -> None:
-        """Drop all packets that a host sends, silently; it still gets those of others."""
-        _run(f"tc -n {self.names[host]} qdisc replace dev eth0 root pfifo limit 0")
+        """Let all packets of a host vanish on their way; it still gets those of others. A queue that drops them would
+        do so before they leave, and the kernel knows of that."""
+        for address in self.addresses:
+            _ip(f"-n {self.names[host]} neighbour replace {address} lladdr {_ABSENT} dev eth0 nud permanent")
 
     def slow(self, host: int) -> None:
         """Limit the link of a host, in both directions."""
@@ -52,6 +56,7 @@ class Network:
     def heal(self, host: int) -> None:
         """Restore the link of a host."""
         _ip(f"-n {self.switch} link set port{host} up")
+        _ip(f"-n {self.names[host]} neighbour flush dev eth0 nud permanent")
         for space, device in ((self.switch, f"port{host}"), (self.names[host], "eth0")):
             with suppress(ShoalError):  # it was not slow
                 _run(f"tc -n {space} qdisc delete dev {device} root")

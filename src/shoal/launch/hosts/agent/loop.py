@@ -371,7 +371,7 @@ class Agent:
         self._end_runner()
         self.probe.close()
         if self.channel is not None:
-            self.channel.close()
+            self.channel.reset()
             self.channel = None
 
 
