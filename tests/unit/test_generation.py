@@ -7,6 +7,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ class FakeMembers:
         self.say = self.said.append
         self.shows_plain: Member | None = None
         self.has_begun = False
+        self.listener = self.listening = SimpleNamespace(rejected=set(), getsockname=lambda: ("10.0.0.1", 29400))
 
     @property
     def usable(self) -> list[Member]:
@@ -374,6 +376,22 @@ def test_the_agent_of_a_lost_host_has_time_to_start(
         monkeypatch.undo()
         assert (process.poll() is not None) == is_ended
         process.kill()
+
+
+def test_what_ssh_says_of_a_lost_host_is_shown() -> None:
+    """It was tried again every 5 s, and only the name of the host was printed."""
+    hosts = FakeMembers("b")
+    (b,) = hosts.members
+    b.channel = None
+    coordinator = Coordinator(hosts, None, None, "ssh {host}", "", None, 600.0, 1, number=3)  # type: ignore[arg-type]
+    with subprocess.Popen(
+        ["sh", "-c", "echo Host key verification failed.; exit 255"], stdout=subprocess.PIPE
+    ) as process:
+        process.wait()
+        coordinator.commands[b] = Command(b.spec, ["ssh", "b", "sh", "-c", "..."], process)
+        coordinator.commands[b].read()
+        text = coordinator._waiting_for([b])
+    assert text.startswith("waiting for b; the agent of host b cannot be started: exit code 255: Host key verification")
 
 
 @pytest.mark.parametrize("is_shared", [True, False])

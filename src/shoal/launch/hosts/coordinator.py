@@ -250,12 +250,16 @@ class Coordinator:
         names = ", ".join(member.name for member in missing)
         rejected = ", ".join(sorted(self.members.listener.rejected))
         key = f"; processes at {rejected} were rejected: they hold another key" if rejected else ""
+        failed = [
+            why_ended(self.commands[each]).problems[0].what for each in missing if self._has_failed_to_start(each)
+        ]
+        why = "".join(f"; {each}" for each in failed)
         host, port = self.address
         by_hand = f"on each of them: shoal agent --join {host}:{port} --name NAME"
         fix = (
             by_hand if self.ssh == NOBODY else "look whether `shoal agent` runs on them; --ssh none to start it by hand"
         )
-        return f"waiting for {names}{key}\n    fix: {fix}"
+        return f"waiting for {names}{key}{why}\n    fix: {fix}"
 
     def _missing(self, missing: Sequence[Member], waited: float) -> ShoalError:
         what, _, fix = self._waiting_for(missing).partition("\n    fix: ")

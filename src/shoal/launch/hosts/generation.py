@@ -350,8 +350,9 @@ class Generation:
             text = f"{rank} {cause.what}{details}" if cause.is_sudden else f"{rank} failed: {cause.what}{details}"
             error = RunFailed(cause.what if cause.code == "N057" else text, fix=cause.fix, code=cause.code)
             error.may_pass = cause.may_pass
+            error.memory = {"rank": cause.rank, **cause.memory} if cause.lacks_memory else {}
         if isinstance(error, RunFailed):
-            error.saved_step = self.saved_step
+            error.saved_step, error.plan = self.saved_step, self.plan
             error.cause = cause_of(cause)
         return error
 
