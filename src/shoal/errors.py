@@ -122,6 +122,8 @@ class RunFailed(ShoalError):
     empty: there is none."""
     memory: Mapping[str, int] = MappingProxyType({})
     """Of a worker that had no memory left: its rank, and bytes by cause, measured."""
+    plan: str = ""
+    """That of the ranks on several hosts, which only they know; empty: they are on one."""
     is_of_replacement: bool = False
     """Whether it happened while a lost worker was being replaced."""
 

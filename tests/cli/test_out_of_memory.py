@@ -74,6 +74,18 @@ def test_a_failed_allocation_is_explained_by_cause(host: Host, tmp_path: Path, n
     assert "no plan for 2 ranks fits" in ended.said
 
 
+def test_a_failed_allocation_on_one_of_two_hosts_is_explained_by_cause(host: Host, tmp_path: Path) -> None:
+    """The report of another host had the traceback alone."""
+    given = [word for word in words(tmp_path, "allocates") if word not in ("--nproc", "2")]
+    ended = host.run(*given, "--hosts", "127.0.0.1:1,127.0.0.2:1", cwd=tmp_path)
+    assert ended.code == 3, ended.said
+    assert "rank 1 of 2 (host 127.0.0.2) failed: " in ended.said
+    assert "memory of rank 1" in ended.said
+    assert "activations, buffers, other took 128.00 TiB more than predicted, 128.00 TiB of it in the" in ended.said
+    assert "no plan for 2 ranks fits" in ended.said
+    assert "restarting all workers" not in ended.said
+
+
 @pytest.fixture
 def group() -> Iterator[Path]:
     """A control group with a memory limit."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +18,11 @@ from shoal.errors import RunFailed
 from shoal.launch.failure import Failure
 from shoal.launch.hosts import generation as module
 from shoal.launch.hosts.agent import token_file
-from shoal.launch.hosts.coordinator import Coordinator
-from shoal.launch.hosts.generation import Generation, Grown, Job, check_shared_folder
+from shoal.launch.hosts.coordinator import Coordinator, check_shared_folder
+from shoal.launch.hosts.generation import Generation, Grown, Job
 from shoal.launch.hosts.hostlist import HostSpec
 from shoal.launch.hosts.members import Member
+from shoal.launch.hosts.ssh import Command
 from tests.rejects import rejects
 
 
@@ -36,6 +39,7 @@ class FakeMembers:
         self.say = self.said.append
         self.shows_plain: Member | None = None
         self.has_begun = False
+        self.listener = self.listening = SimpleNamespace(rejected=set(), getsockname=lambda: ("10.0.0.1", 29400))
 
     @property
     def usable(self) -> list[Member]:
@@ -184,6 +188,41 @@ def test_a_host_that_is_back_waits_until_a_plan_fits() -> None:
     assert hosts.said[1:] == ["hosts c, d are back: saving, to continue on 4 hosts"]
 
 
+def test_a_host_that_joins_before_the_start_takes_part_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent joined while the others loaded the job. It had been left alone until the next failure."""
+    hosts = FakeMembers("abc", slots=1)
+    a, b, c = hosts.members
+    c.channel = None
+    begun = generation(hosts, names="ab")
+    prepared = {"say": "prepared", "plan": "x", "recipe": "1f", "device": "cpu"}
+    hosts.events = [(a, prepared), (c, {"say": "joined"}), (b, prepared)]
+    begun.prepare()
+    assert hosts.events == []
+    monkeypatch.setattr(hosts, "send", lambda members, order: orders.append((members, order["do"])))
+    orders: list[Any] = []
+    hosts.turn = lambda seconds=0.1: [(c, prepared)] if orders == [([c], "prepare")] else on_signal()  # type: ignore[method-assign]
+
+    def on_signal() -> list[Any]:
+        assert orders, "nothing was sent to the host that has joined"
+        return [(each, ended(was_stopped=True)) for each in (a, b)]
+
+    with pytest.raises(Grown):
+        begun.watch()
+    assert orders == [([c], "prepare"), ([a, b], "signal")]
+    assert hosts.said == ["host c is back: saving, to continue on 3 hosts"]
+
+
+def test_a_host_that_joins_before_the_start_and_is_lost_again_is_not_waited_for() -> None:
+    hosts = FakeMembers("abc", slots=1)
+    a, b, c = hosts.members
+    begun = generation(hosts, names="ab")
+    hosts.events = [(c, {"say": "joined"}), (c, {"say": "lost", "why": "gone"})]
+    begun.wait_until(time.monotonic() + 0.1)
+    hosts.events = [(each, ended(was_stopped=False)) for each in (a, b)]
+    assert begun.watch() == {"was_stopped": False}
+    assert (hosts.said, hosts.sent) == ([], [])
+
+
 def test_one_of_two_hosts_that_are_back_cannot_load_the_job() -> None:
     hosts = FakeMembers("abcd", slots=1)
     a, b, c, d = hosts.members
@@ -219,7 +258,7 @@ def test_a_host_that_is_stopped_while_workers_save_for_one_that_is_back(all_host
     all_hosts.events = [
         (b, {"say": "joined"}),
         (b, {"say": "prepared", "generation": 1}),
-        (a, {"say": "signaled", "generation": 1}),
+        (a, {"say": "signaled", "generation": 1, "number": 15}),
         (a, ended(was_stopped=True)),
     ]
     assert generation(all_hosts, names="a").watch() == {"was_stopped": True}
@@ -230,6 +269,18 @@ def test_a_host_that_is_lost_after_a_signal_restarts_nothing(all_hosts: FakeMemb
     with pytest.raises(SystemExit, match="143"):
         generation(all_hosts, signals=[15]).watch()
     assert "host b (ranks 2 to 3) is lost: gone" in all_hosts.said[0]
+
+
+def test_a_failure_after_the_signal_of_an_agent_restarts_nothing(all_hosts: FakeMembers) -> None:
+    """A scheduler signals the agent of one host, and a rank fails before the last save is made."""
+    a, b = all_hosts.members
+    all_hosts.events = [
+        (b, {"say": "signaled", "generation": 1, "number": 15}),
+        (a, failed(0, "OSError: disk", may_pass=True)),
+    ]
+    with pytest.raises(SystemExit, match="143"):
+        generation(all_hosts).watch()
+    assert "not restarted: the run was being stopped" in all_hosts.said[0]
 
 
 def test_a_host_whose_workers_a_signal_has_killed_restarts_nothing(all_hosts: FakeMembers) -> None:
@@ -303,6 +354,44 @@ def test_which_host_a_run_can_do_without(
     coordinator.experienced = {each for each in all_hosts.members if each.name in had_run}
     (host,) = (each for each in all_hosts.members if each.name == rejects_it)
     assert coordinator._can_leave_out(host) == expected
+
+
+@pytest.mark.parametrize(
+    ("lost_at", "began", "is_ended"),
+    [(100, 50, True), (100, 101, False), (100, 75, True), (75, 80, True), (0, 1, False)],
+)
+def test_the_agent_of_a_lost_host_has_time_to_start(
+    lost_at: float, began: float, is_ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt was ended by the next one after 5 s: a host that needs longer for ssh and Python never came back."""
+    hosts = FakeMembers("b")
+    (b,) = hosts.members
+    b.channel, b.lost_at = None, lost_at
+    coordinator = Coordinator(hosts, None, None, "ssh {host}", "", None, 600.0, 1)  # type: ignore[arg-type]
+    with subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE) as process:
+        coordinator.commands[b] = Command(b.spec, ["sleep"], process)
+        coordinator.commands[b].began = began
+        monkeypatch.setattr(time, "monotonic", lambda: 111.0)
+        coordinator._end_stale_commands()
+        monkeypatch.undo()
+        assert (process.poll() is not None) == is_ended
+        process.kill()
+
+
+def test_what_ssh_says_of_a_lost_host_is_shown() -> None:
+    """It was tried again every 5 s, and only the name of the host was printed."""
+    hosts = FakeMembers("b")
+    (b,) = hosts.members
+    b.channel = None
+    coordinator = Coordinator(hosts, None, None, "ssh {host}", "", None, 600.0, 1, number=3)  # type: ignore[arg-type]
+    with subprocess.Popen(
+        ["sh", "-c", "echo Host key verification failed.; exit 255"], stdout=subprocess.PIPE
+    ) as process:
+        process.wait()
+        coordinator.commands[b] = Command(b.spec, ["ssh", "b", "sh", "-c", "..."], process)
+        coordinator.commands[b].read()
+        text = coordinator._waiting_for([b])
+    assert text.startswith("waiting for b; the agent of host b cannot be started: exit code 255: Host key verification")
 
 
 @pytest.mark.parametrize("is_shared", [True, False])

@@ -157,8 +157,24 @@ def test_a_signal_before_the_start_is_reported_is_kept(
     agent._obey({"do": "start", "generation": 1})
     agent.signals.append(signal.SIGTERM)
     agent._turn()
-    assert coordinator.read() == [{"say": "signaled", "generation": 1}]
+    assert coordinator.read() == [{"say": "signaled", "generation": 1, "number": 15}]
     say(template, agent, say="started", pid=sleepers[1].pid)
+    assert sleepers[1].wait(5) == -signal.SIGTERM
+
+
+def test_a_signal_in_the_moment_in_which_workers_end_is_kept(
+    played: tuple[Agent, socket.socket, Channel], sleepers: list[subprocess.Popen[bytes]]
+) -> None:
+    """Another host has failed, so all restart. The signal was gone, and the scheduler killed the next workers."""
+    agent, template, coordinator = played
+    agent._obey({"do": "start", "generation": 1})
+    agent.signals.append(signal.SIGTERM)  # the handler has seen the runner, which then ends
+    agent._forget_runner()
+    agent._turn()
+    agent._obey({"do": "start", "generation": 2})
+    agent._turn()
+    assert coordinator.read() == [{"say": "signaled", "generation": 2, "number": 15}]
+    say(template, agent, say="started", generation=2, pid=sleepers[1].pid)
     assert sleepers[1].wait(5) == -signal.SIGTERM
 
 

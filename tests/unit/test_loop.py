@@ -146,3 +146,15 @@ def test_a_restart_that_finds_nothing_of_what_was_saved_does_not_start_over(tmp_
                 train(None, None, a_job, invocation)
         else:
             assert train(None, None, a_job, invocation)["steps"] == 1
+
+
+def test_a_restart_that_finds_only_an_older_step_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two neighbours were lost at once: committed steps are made again, and no line said it."""
+    where = {"dir": str(tmp_path / "run")}
+    train(None, None, job(run={**where, "duration": "2step"}), RunInvocation(quiet=True, start_time=0.0))
+    for saved_before, found in ((2, 2), (7, 4)):
+        longer = job(run={**where, "duration": f"{found + 2}step"})
+        invocation = RunInvocation(quiet=True, start_time=0.0, generation=1, saved_before=saved_before)
+        assert train(None, None, longer, invocation)["resumed_from"] == found
+        said = "step 7 of this run was saved, but the hosts that are left hold no newer one than step 4"
+        assert (said in capfd.readouterr().err.replace("\n", " ")) == (saved_before == 7)

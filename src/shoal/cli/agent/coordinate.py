@@ -6,11 +6,12 @@ import hashlib
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+from shoal.blueprint.plan import Plan
 from shoal.cli.agent.keys import handed_over, shared_key
 from shoal.cli.agent.lead import lead
 from shoal.cli.agent.prepare import TrainVerb
@@ -18,7 +19,7 @@ from shoal.comm.rendezvous.launcher_environment import Placement, read_environme
 from shoal.config.recipe import Recipe
 from shoal.elastic.replan import fits_some_way, plan_for_ranks
 from shoal.elastic.restart import RestartBudget, with_restarts
-from shoal.errors import ShoalError, raise_if
+from shoal.errors import RunFailed, ShoalError, raise_if
 from shoal.launch.hosts.agent.join import run_agent
 from shoal.launch.hosts.coordinator import Coordinator, coordinating
 from shoal.launch.hosts.generation import Job
@@ -65,13 +66,30 @@ def train_on_hosts(
         most = 0 if recipe.run.fast_dev_run else recipe.launch.max_restarts
         return with_restarts(start, RestartBudget(most=most, say=_say), sleep=sleep)
 
-    if options.store is None:
-        with coordinated(job) as coordinator:
-            value = train(coordinator.run, sleep=coordinator.pause)
-            coordinator.exit_code = 130 if value["summary"]["was_stopped"] else 0
-    else:
-        value = lead(options.store, ssh, job, coordinated, train)
+    with _explaining_memory(recipe, per_node=hosts[0].slots):
+        if options.store is None:
+            with coordinated(job) as coordinator:
+                value = train(coordinator.run, sleep=coordinator.pause)
+                coordinator.exit_code = 130 if value["summary"]["was_stopped"] else 0
+        else:
+            value = lead(options.store, ssh, job, coordinated, train)
     return None if value is None else (value["summary"], value["is_written"])
+
+
+@contextmanager
+def _explaining_memory(recipe: Recipe, *, per_node: int) -> Iterator[None]:
+    """If a rank had no memory left, raise an error that has its memory by cause, and a plan that would fit."""
+    try:
+        yield
+    except RunFailed as error:
+        if not error.memory:
+            raise
+        planned = recipe.model_copy(update={"plan": Plan.parse(error.plan)})
+        try:
+            from shoal.train.recipe.memory.explain import explained  # the planner, which few runs need
+        except ImportError:  # this host has no torch
+            raise error from error.__cause__
+        raise explained(planned, error, per_node=per_node) from error.__cause__
 
 
 def place_on_hosts(text: str | None, nproc: int | None) -> Placement:

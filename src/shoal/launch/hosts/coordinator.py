@@ -17,9 +17,9 @@ from typing import Any
 
 from shoal.blueprint.plan import Plan
 from shoal.comm.rendezvous.key import Key
-from shoal.errors import RUN_FAILED, ShoalError
+from shoal.errors import RUN_FAILED, Problem, ShoalError, raise_if
 from shoal.launch.hosts.etcd.leadership import LostLead
-from shoal.launch.hosts.generation import SECONDS_TO_NOTE, Generation, Grown, Job, check_shared_folder
+from shoal.launch.hosts.generation import SECONDS_TO_NOTE, Generation, Grown, Job
 from shoal.launch.hosts.hostlist import HostSpec
 from shoal.launch.hosts.lifetime import forked
 from shoal.launch.hosts.members import TURN, Member, Members
@@ -41,6 +41,8 @@ RECORD_EVERY = 2.0
 """Seconds between two records of saved steps."""
 REVIVAL = 5.0
 """Seconds between two attempts to start the agent of a lost host."""
+SECONDS_TO_REVIVE = 30.0
+"""Seconds that such an attempt may take, where the command neither ends nor starts an agent."""
 
 LocalAgent = Callable[[tuple[str, int], str, str], int]
 """Serves as the agent of this host: address, key and name; returns an exit code."""
@@ -169,9 +171,12 @@ class Coordinator:
             self.start_agents()
 
     def _end_stale_commands(self) -> None:
-        """End commands whose host was lost some time ago: ssh itself notices that after minutes."""
+        """End commands whose host was lost some time ago: ssh itself notices that after minutes. Those that have been
+        started since have longer, since an agent may need more than `REVIVAL` to start."""
         for member, command in self.commands.items():
-            is_old = time.monotonic() > member.lost_at + REVIVAL
+            is_of_lost = command.began < member.lost_at
+            limit = member.lost_at + REVIVAL if is_of_lost else command.began + SECONDS_TO_REVIVE
+            is_old = time.monotonic() > limit
             if member.lost_at and is_old and not member.is_here and command.process.poll() is None:
                 command.end(0.0)
 
@@ -245,12 +250,16 @@ class Coordinator:
         names = ", ".join(member.name for member in missing)
         rejected = ", ".join(sorted(self.members.listener.rejected))
         key = f"; processes at {rejected} were rejected: they hold another key" if rejected else ""
+        failed = [
+            why_ended(self.commands[each]).problems[0].what for each in missing if self._has_failed_to_start(each)
+        ]
+        why = "".join(f"; {each}" for each in failed)
         host, port = self.address
         by_hand = f"on each of them: shoal agent --join {host}:{port} --name NAME"
         fix = (
             by_hand if self.ssh == NOBODY else "look whether `shoal agent` runs on them; --ssh none to start it by hand"
         )
-        return f"waiting for {names}{key}\n    fix: {fix}"
+        return f"waiting for {names}{key}{why}\n    fix: {fix}"
 
     def _missing(self, missing: Sequence[Member], waited: float) -> ShoalError:
         what, _, fix = self._waiting_for(missing).partition("\n    fix: ")
@@ -295,6 +304,43 @@ class Coordinator:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
         self.store.close()
+
+
+def check_shared_folder(generation: Generation) -> None:
+    """Let the first host write a file beside the checkpoints. If another one does not see it, each host saves copies
+    for its neighbour; raises if none are made (`checkpoint.memory_every` is 0)."""
+    lead, *others = generation.hosts
+    folder = generation.prepared[lead].get("saves_to")
+    if not others or not folder or not generation.shares_disk:
+        return
+    order = {"generation": generation.number, "token": f".shoal-{secrets.token_hex(16)}"}
+    written: dict[Member, Message] = {}
+    generation.all.send([lead], {**order, "do": "write token", "folder": folder})
+    generation.collect(written, "token written", of=[lead])
+    order["folder"] = written[lead]["folder"]
+    if not order["folder"]:
+        return
+    found: dict[Member, Message] = {}
+    try:
+        generation.all.send(others, {**order, "do": "find token"})
+        generation.collect(found, "token found", of=others)
+    finally:
+        generation.all.send([lead], {**order, "do": "remove token"})
+    blind = [host for host in others if not found[host]["is_found"]]
+    if blind and generation.prepared[lead].get("has_copies"):
+        generation.shares_disk = False
+        names = ", ".join(host.name for host in blind)
+        what = f"{str(folder)!r} of host {lead.name} is not that of {names}: each host saves to its own"
+        generation.all.say(f"{what}, with a copy of the shards of the host before it")
+        return
+    generation.rejected_by = next(iter(blind), None)
+    raise_if(_not_shared(lead, host, str(folder), str(found[host]["cwd"])) for host in blind)
+
+
+def _not_shared(lead: Member, host: Member, folder: str, cwd: str) -> Problem:
+    what = f"host {host.name} (in {cwd}) does not see what host {lead.name} writes to {folder!r}"
+    fix = "--checkpoint.memory_every 1step: hosts hold copies for each other; or --checkpoint.dir /shared/run, or a URL"
+    return Problem("N069", what, fix)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ A failure of one host is reported within `SETTLE` of its decision there, and all
 
 from __future__ import annotations
 
-import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -112,10 +111,12 @@ class Generation:
     """The host that has rejected the job."""
     grows: bool = False
     """Whether the workers were stopped because a host has come back."""
-    is_ending: bool = False
-    """Whether the agent of a host has got a stop signal, which it has passed on to its workers."""
+    stopped_by: int = 0
+    """The stop signal that the agent of a host has got, and has passed on to its workers; 0: none."""
     newcomers: dict[Member, bool] = field(default_factory=dict)
     """Host that has come back → whether it has loaded the job."""
+    early: dict[Member, Message] = field(default_factory=dict)
+    """Host that has joined before this generation was started → its report."""
 
     @property
     def world_size(self) -> int:
@@ -196,8 +197,8 @@ class Generation:
                 self.all.say(f"waiting for {', '.join(host.name for host in missing)} to {TASKS[what]}")
             for host, event in self.all.turn():
                 if host not in self.hosts:
-                    continue
-                if event["say"] == what and event.get("generation", self.number) == self.number:
+                    self._note_early(host, event)
+                elif event["say"] == what and event.get("generation", self.number) == self.number:
                     found[host] = event
                 elif event["say"] == "rejected":
                     raise self._rejected(host, event)
@@ -234,8 +235,14 @@ class Generation:
         while time.monotonic() < moment:
             self._raise_on_signal()
             for host, event in self.all.turn(min(0.1, max(0.0, moment - time.monotonic()))):
+                self._note_early(host, event)
                 if host in self.hosts and event["say"] == "lost":
                     raise self._lost(host, str(event["why"]))
+
+    def _note_early(self, host: Member, event: Message) -> None:
+        """Note a host that takes part as soon as this generation has started."""
+        if host not in self.hosts and event["say"] == "joined":
+            self.early[host] = event
 
     def start(self) -> None:
         """Let every host start its workers."""
@@ -254,6 +261,9 @@ class Generation:
     def watch(self) -> Any:
         """Return the value of rank 0 when all hosts are done; raises the first failure."""
         first_seen: float | None = None
+        for host, event in self.early.items():
+            if host.is_here:
+                welcome_back(self, host, event)
         while len(self.done) < len(self.hosts):
             for host, event in self.all.turn():
                 self._note(host, event)
@@ -265,7 +275,7 @@ class Generation:
                 candidate = first_failure(failure for failure, _, _ in self.failures)
                 if time.monotonic() > first_seen + (SETTLE_ON_ECHO if candidate.is_echo else SETTLE):
                     # Before the others are stopped, which is a signal to their workers, too.
-                    number = self.passed_on or (0 if self.grows else self._killed_by)
+                    number = self.passed_on or self.stopped_by or (0 if self.grows else self._killed_by)
                     # Ranks that wait for a lost host in a collective act on no SIGTERM.
                     self.stop_all(0.0 if candidate.code == "N057" else SECONDS_TO_STOP)
                     outcome = self._outcome()
@@ -299,7 +309,7 @@ class Generation:
         elif event["say"] == "ended":
             self.done[host] = event
         elif event["say"] == "signaled":  # the run ends with its last save, also if that was made to let a host in
-            self.grows, self.is_ending = False, True
+            self.grows, self.stopped_by = False, int(event["number"])
         elif event["say"] in ("stopped", "joined"):  # an agent ends its workers before it joins again
             self.stopped.add(host)
         elif event["say"] in ("lost", "runner ended", "template ended") and host not in self.done:
@@ -340,8 +350,9 @@ class Generation:
             text = f"{rank} {cause.what}{details}" if cause.is_sudden else f"{rank} failed: {cause.what}{details}"
             error = RunFailed(cause.what if cause.code == "N057" else text, fix=cause.fix, code=cause.code)
             error.may_pass = cause.may_pass
+            error.memory = {"rank": cause.rank, **cause.memory} if cause.lacks_memory else {}
         if isinstance(error, RunFailed):
-            error.saved_step = self.saved_step
+            error.saved_step, error.plan = self.saved_step, self.plan
             error.cause = cause_of(cause)
         return error
 
@@ -381,7 +392,7 @@ def welcome_back(generation: Generation, host: Member, event: Message) -> None:
     """Let hosts that have come back load the job. Then all save, and the next generation is one with these hosts."""
     hosts, newcomers, job, members = generation.hosts, generation.newcomers, generation.job, generation.all
     report = event["say"]
-    if host in hosts or generation.passed_on is not None or generation.is_ending:
+    if host in hosts or generation.passed_on is not None or generation.stopped_by:
         return
     if report in ("joined", "lost", "rejected"):
         newcomers.pop(host, None)
@@ -408,40 +419,3 @@ def welcome_back(generation: Generation, host: Member, event: Message) -> None:
         back = f"host {names[0]} is back" if len(names) == 1 else f"hosts {', '.join(names)} are back"
         members.say(f"{back}: saving, to continue on {len(larger)} hosts")
         members.send(hosts, {"do": "signal", "number": int(signal.SIGTERM)})
-
-
-def check_shared_folder(generation: Generation) -> None:
-    """Let the first host write a file beside the checkpoints. If another one does not see it, each host saves copies
-    for its neighbour; raises if none are made (`checkpoint.memory_every` is 0)."""
-    lead, *others = generation.hosts
-    folder = generation.prepared[lead].get("saves_to")
-    if not others or not folder or not generation.shares_disk:
-        return
-    order = {"generation": generation.number, "token": f".shoal-{secrets.token_hex(16)}"}
-    written: dict[Member, Message] = {}
-    generation.all.send([lead], {**order, "do": "write token", "folder": folder})
-    generation.collect(written, "token written", of=[lead])
-    order["folder"] = written[lead]["folder"]
-    if not order["folder"]:
-        return
-    found: dict[Member, Message] = {}
-    try:
-        generation.all.send(others, {**order, "do": "find token"})
-        generation.collect(found, "token found", of=others)
-    finally:
-        generation.all.send([lead], {**order, "do": "remove token"})
-    blind = [host for host in others if not found[host]["is_found"]]
-    if blind and generation.prepared[lead].get("has_copies"):
-        generation.shares_disk = False
-        names = ", ".join(host.name for host in blind)
-        what = f"{str(folder)!r} of host {lead.name} is not that of {names}: each host saves to its own"
-        generation.all.say(f"{what}, with a copy of the shards of the host before it")
-        return
-    generation.rejected_by = next(iter(blind), None)
-    raise_if(_not_shared(lead, host, str(folder), str(found[host]["cwd"])) for host in blind)
-
-
-def _not_shared(lead: Member, host: Member, folder: str, cwd: str) -> Problem:
-    what = f"host {host.name} (in {cwd}) does not see what host {lead.name} writes to {folder!r}"
-    fix = "--checkpoint.memory_every 1step: hosts hold copies for each other; or --checkpoint.dir /shared/run, or a URL"
-    return Problem("N069", what, fix)

@@ -12,6 +12,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +37,7 @@ class Command:
     words: list[str]
     process: subprocess.Popen[bytes]
     said: bytearray = field(default_factory=bytearray)
+    began: float = field(default_factory=time.monotonic)
 
     def read(self) -> None:
         """Read what it has printed, without waiting."""

@@ -119,6 +119,12 @@ def _storage(run: Run, job: Job, invocation: RunInvocation, line: ProgressLine) 
             fix="--checkpoint.dir /shared/run, a directory that all hosts share, or --checkpoint.memory_every 1step",
             code="N069",
         )
+    if storage.manifest is not None and storage.manifest.step < invocation.saved_before:
+        found, newest = storage.manifest.step, invocation.saved_before
+        line.say(
+            f"step {newest} of this run was saved, but the hosts that are left hold no newer one than step {found} that"
+            f" can be used: what came after step {found} is made again"
+        )
     return storage
 
 

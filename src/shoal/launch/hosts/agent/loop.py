@@ -158,11 +158,10 @@ class Agent:
         self._watch_runner()
         if report := self.probe.turn(ready):
             self.channel.send(report)
-        for number in self.signals[:]:
-            self.signals.remove(number)
-            if self.runner is not None:
-                self.runner.stop(number, is_own=True)
-                self.channel.send({"say": "signaled", "generation": self.runner.generation})
+        while self.signals and self.runner is not None:  # else it has ended just now, and the next one gets the signal
+            number = self.signals.pop(0)
+            self.runner.stop(number, is_own=True)
+            self.channel.send({"say": "signaled", "generation": self.runner.generation, "number": number})
 
     def _sources(self) -> list[Any]:
         handle = [] if self.runner is None or self.runner.handle is None else [self.runner.handle]

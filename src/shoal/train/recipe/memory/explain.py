@@ -23,16 +23,16 @@ LIKELY = 3.0
 else, which no plan divides. An assumption."""
 
 
-def explained(recipe: Recipe, error: RunFailed) -> RunFailed:
+def explained(recipe: Recipe, error: RunFailed, *, per_node: int | None = None) -> RunFailed:
     """The error of a rank that had no memory left, with a table of its memory by cause and a plan that would fit.
 
-    The plan of the recipe is resolved.
+    The plan of the recipe is resolved. `per_node`: the ranks of each host; None: all are on one.
     """
     measured, (first, *more) = error.memory, error.problems
     if not measured.get("total"):
         return error
     try:
-        task = task_for(recipe, model_of(recipe))
+        task = task_for(recipe, model_of(recipe), per_node=per_node)
         memory = task.memory(recipe.plan)
         excess = _excess(memory, measured)
         fix = _fitting(task, recipe, measured, excess) or _nothing_fits(task, memory, measured, excess)
