@@ -67,8 +67,8 @@ def _switched(beating: Heart, beats: bool) -> Heart:
         beating.stop()
         return beating
     fresh = Heart(beating.board, beating.samples, index=beating.index, stack_file=beating.stack_file)
+    fresh._sample, fresh.steps_here = beating._sample, 100  # so that arrivals are sampled, as often as in a run
     fresh.start()
-    fresh.steps_here = 100  # so that arrivals are sampled, too
     return fresh
 
 
@@ -127,7 +127,7 @@ def main() -> None:
             "quartiles": quartiles(wall),
             "ratio of CPU time: median": f"{statistics.median(cpu):.4f}",
             "its quartiles": quartiles(cpu),
-            "CPU of the heartbeat": f"{statistics.median(found['thread']):.3%} of a core",
+            "CPU of the heartbeat": f"{statistics.fmean(found['thread']):.3%} of a core",
             "CPU of the launcher": f"{launcher:.3%} of a core",
         }
     ]

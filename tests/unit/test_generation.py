@@ -358,12 +358,13 @@ def test_which_host_a_run_can_do_without(
 
 @pytest.mark.parametrize(
     ("lost_at", "began", "is_ended"),
-    [(100, 50, True), (100, 101, False), (100, 75, True), (75, 80, True), (0, 1, False)],
+    [(100, 50, False), (80, 50, True), (100, 101, False), (75, 80, True), (0, 1, False)],
 )
 def test_the_agent_of_a_lost_host_has_time_to_start(
     lost_at: float, began: float, is_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each attempt was ended by the next one after 5 s: a host that needs longer for ssh and Python never came back."""
+    """Each attempt was ended by the next one after 5 s: a host that needs longer for ssh and Python never came back,
+    and an agent that was cut off for longer was ended before it could join again."""
     hosts = FakeMembers("b")
     (b,) = hosts.members
     b.channel, b.lost_at = None, lost_at

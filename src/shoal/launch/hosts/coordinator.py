@@ -42,7 +42,7 @@ RECORD_EVERY = 2.0
 REVIVAL = 5.0
 """Seconds between two attempts to start the agent of a lost host."""
 SECONDS_TO_REVIVE = 30.0
-"""Seconds that such an attempt may take, where the command neither ends nor starts an agent."""
+"""Seconds that such an attempt may take, or that a lost agent may need to join again, while its command runs."""
 
 LocalAgent = Callable[[tuple[str, int], str, str], int]
 """Serves as the agent of this host: address, key and name; returns an exit code."""
@@ -171,12 +171,10 @@ class Coordinator:
             self.start_agents()
 
     def _end_stale_commands(self) -> None:
-        """End commands whose host was lost some time ago: ssh itself notices that after minutes. Those that have been
-        started since have longer, since an agent may need more than `REVIVAL` to start."""
+        """End commands whose host was lost some time ago: ssh itself notices that after minutes. An agent needs time to
+        start, and one that was cut off joins again by itself, which is sooner than to start another."""
         for member, command in self.commands.items():
-            is_of_lost = command.began < member.lost_at
-            limit = member.lost_at + REVIVAL if is_of_lost else command.began + SECONDS_TO_REVIVE
-            is_old = time.monotonic() > limit
+            is_old = time.monotonic() > max(command.began, member.lost_at) + SECONDS_TO_REVIVE
             if member.lost_at and is_old and not member.is_here and command.process.poll() is None:
                 command.end(0.0)
 
