@@ -240,7 +240,7 @@ def test_a_curve_without_a_finite_value_has_no_points(tmp_path: Path) -> None:
     assert sorted(message.data["columns"]) == [
         "grad_norm", "memory_gib", "step_seconds", "tokens", "tokens_per_s",
     ]  # fmt: skip
-    assert message.data["now"][1][:2] == ["Loss", "–"]
+    assert message.data["now"][1][:2] == ["Loss", "NaN"]
 
 
 @pytest.mark.parametrize(

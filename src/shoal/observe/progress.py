@@ -187,6 +187,6 @@ def human(number: float) -> str:
     ('18.3k', '1.5G', '42')
     """
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
+        if number >= 0.9995 * size:  # three digits of a smaller one would be 1e+03
             return f"{number / size:.3g}{letter}"
     return f"{number:.3g}"

@@ -22,15 +22,33 @@ def figure(value: Any, digits: int = 4) -> str:
     return f"{found:,.0f}" if 10 ** (digits - 1) <= abs(found) < 1e15 else f"{found:.{digits - 1}g}"
 
 
+ROUNDED = 0.9995
+"""Of a unit: a number from here on is that unit, with three digits."""
+
+
+def loss_figure(value: float | None) -> str:
+    """A loss; one that is not finite says so. None: it is not known.
+
+    >>> loss_figure(2.13456), loss_figure(math.nan), loss_figure(math.inf), loss_figure(None)
+    ('2.135', 'NaN', '∞', '–')
+    """
+    return "NaN" if value is not None and math.isnan(value) else figure(value)
+
+
 def large(value: Any) -> str:
-    """A large number with a unit: 1.23 M."""
+    """A large number with a unit.
+
+    >>> large(9_991), large(12_345), large(999_700)
+    ('9,991', '12.3 k', '1 M')
+    """
     found = number(value)
     if not math.isfinite(found):
         return "–"
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if abs(found) >= size:
-            return f"{found / (1e3 if unit == 'k' else size):.3g} {unit}"
-    return f"{found:,.0f}"
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if abs(found) >= ROUNDED * size:
+            part = found / size
+            return f"{part:.3g} {unit}" if abs(part) < 1e3 * ROUNDED else f"{part:,.0f} {unit}"
+    return f"{found / 1e3:.3g} k" if abs(found) >= 1e4 else f"{found:,.0f}"
 
 
 def percent(value: Any) -> str:
@@ -54,11 +72,11 @@ def duration(value: Any) -> str:
     found = number(value)
     if not 0 <= found < 1e12:
         return "–"
-    if 0 < found < 1e-3:
+    if 0 < found < 1e-3 * ROUNDED:
         return f"{found * 1e6:.3g} µs"
-    if found < 1:
+    if found < ROUNDED:
         return f"{found * 1e3:.3g} ms"
-    if found < 60:
+    if found < 59.95:
         return f"{found:.3g} s"
     whole = round(found)
     for size, unit, part, of in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):

@@ -13,8 +13,9 @@ import tyro
 
 from shoal.cli.options import parse_options
 from shoal.cli.reports.console import WIDTH, show
+from shoal.observe.jsonable import jsonable
 from shoal.pages.run.find_runs import RunLine, find_runs
-from shoal.pages.words import duration, figure, large, printable
+from shoal.pages.words import duration, large, loss_figure, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_options(Ls, arguments, prog="shoal ls")
     found = find_runs(options.folder)
     if options.json:
-        print(json.dumps({"runs": [asdict(line) for line in found]}, allow_nan=False))
+        print(json.dumps({"runs": [jsonable(asdict(line)) for line in found]}, allow_nan=False))
     elif found:
         show(lambda console: _draw(console, found), sys.stdout, width=WIDTH)
     else:
@@ -59,7 +60,7 @@ def _draw(console: Console, found: list[RunLine]) -> None:
         table.add_column(name, justify="right" if name in ("step", "loss", "speed") else "left", no_wrap=name != "run")
     for line in found:
         speed = f"{large(line.tokens_per_s)}/s" if line.tokens_per_s is not None else "–"
-        cells = (f"{line.step:,}", figure(line.loss), speed, f"{duration(line.age_seconds)} ago", line.host)
+        cells = (f"{line.step:,}", loss_figure(line.loss), speed, f"{duration(line.age_seconds)} ago", line.host)
         # A name of a folder may have control characters: they must not reach the terminal.
         path, state = Text(printable(line.path)), Text(line.state, STYLES[line.state])
         table.add_row(path, state, *(Text(printable(cell)) for cell in cells))

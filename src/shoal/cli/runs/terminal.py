@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.comm.heartbeat import slowest
+from shoal.observe.jsonable import jsonable
 from shoal.pages.live.now import Now, now_of
 from shoal.pages.live.ranks import RankState, rank_states
 from shoal.pages.run.own_files import Record, read_object, tail_records
 from shoal.pages.run.read_run import is_run, read_recipe
 from shoal.pages.run.state import last_write, state_of
-from shoal.pages.run.metrics_table import number
+from shoal.pages.run.metrics_table import loss_of, number
 from shoal.pages.words import duration, figure, percent, printable
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ EVENTS = 6
 RANKS = 32
 """Ranks of which each has a line; of more, the late ones and the last."""
 STYLES = {"running": "cyan", "ended": "green", "stopped": "yellow", "dead": "red", "waiting": "dim"}
-MARKS = " ▁▂▃▄▅▆▇█"
+MARKS = "▁▂▃▄▅▆▇█"
 
 
 def show_run(path: Path, *, as_json: bool = False) -> None:
@@ -60,7 +61,7 @@ def snapshot(path: Path) -> dict[str, Any]:
     """This moment as one object."""
     now = present(path, tail_records(path / "metrics.jsonl"))
     figures = {name: None if isinstance(each, float) and not math.isfinite(each) else each
-               for name, each in asdict(now).items()}  # fmt: skip
+               for name, each in asdict(now).items()} | jsonable({"loss": now.loss})  # fmt: skip
     ranks = [{"rank": each.rank, "step": each.step, "state": each.state} for each in rank_states(path)]
     return {"run": str(path), "state": state(path), **figures, "ranks": ranks}
 
@@ -104,13 +105,19 @@ def _curve(records: list[Record]) -> RenderableType:
     """The loss of the last lines as one line of blocks."""
     from rich.text import Text
 
-    losses = [value for each in records if math.isfinite(value := number(each.get("loss")))][-60:]
-    if len(losses) < 2:
+    losses = [loss for each in records if (loss := loss_of(each, "loss")) is not None][-60:]
+    known = [loss for loss in losses if math.isfinite(loss)]
+    if len(known) < 2:
         return Text("")
-    low, high = min(losses), max(losses)
-    marks = "".join(MARKS[1 + round((loss - low) / ((high - low) or 1) * (len(MARKS) - 2))] for loss in losses)
+    low, high = min(known), max(known)
+    marks = "".join(_mark((loss - low) / ((high - low) or 1)) for loss in losses)
     ends = f"  {figure(low)} to {figure(high)}, the last {len(losses)} lines"
     return Text.assemble(("loss  ", "dim"), (marks, "cyan"), (ends, "dim"))
+
+
+def _mark(height: float) -> str:
+    """The block of a height from 0 to 1; a cross for a loss that is not finite."""
+    return MARKS[round(height * (len(MARKS) - 1))] if math.isfinite(height) else "×"
 
 
 def _ranks(found: list[RankState], records: list[Record]) -> list[RenderableType]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from shoal.config.duration import Duration
 from shoal.errors import ShoalError
-from shoal.pages.run.metrics_table import number, unit_of
+from shoal.pages.run.metrics_table import loss_of, number, unit_of
 from shoal.pages.run.own_files import Record
-from shoal.pages.words import duration, figure, large
+from shoal.pages.words import duration, figure, large, loss_figure, times
 
 LAST = 20
 """Records over which the present is the mean or the median."""
@@ -27,7 +27,10 @@ class Now:
     """Such as `of 400`; empty: not known."""
     done: float
     """From 0 to 1."""
-    loss: float
+    loss: float | None
+    """NaN: one of its lines was not finite; None: not known."""
+    lines: int
+    """Of which it is the mean."""
     speed: float
     """Tokens or samples per second."""
     step_seconds: float
@@ -40,7 +43,7 @@ class Now:
         share = f"{100 * self.done:.0f} %" if math.isfinite(self.done) else ""
         return [
             ("Step", f"{self.step:,}", " · ".join(part for part in (self.goal, share) if part)),
-            ("Loss", figure(self.loss), f"mean of {LAST} lines"),
+            ("Loss", loss_figure(self.loss), f"mean of {times(self.lines, 'line')}"),
             ("Speed", f"{large(self.speed)} {self.unit}/s", f"{duration(self.step_seconds)} a step"),
             ("Memory", f"{figure(self.memory_gib, 3)} GiB", "peak on rank 0"),
             ("Left", duration(self.left_seconds), "at this speed"),
@@ -54,12 +57,13 @@ def now_of(records: Sequence[Record], recipe: Mapping[str, Any]) -> Now:
     seconds = _middle(trained, "step_seconds")
     goal = _goal(recipe)
     steps_left, done = _ahead(trained, goal)
-    losses = _finite(trained, "loss")
+    losses = [loss for record in trained if (loss := loss_of(record, "loss")) is not None]
     return Now(
         step=step,
         goal="" if goal is None else f"of {goal.amount:,.0f}" if goal.unit == "step" else f"of {goal}",
         done=done,
-        loss=statistics.fmean(losses) if losses else math.nan,
+        loss=statistics.fmean(losses) if losses else None,
+        lines=len(losses),
         speed=_middle(trained, "tokens_per_s"),
         step_seconds=seconds,
         memory_gib=(_finite(trained, "memory_gib") or [math.nan])[-1],

@@ -14,6 +14,7 @@ from shoal.pages.run.metrics_table import make_table, number
 from shoal.pages.run.own_files import read_object, tail_records, why_not_a_folder
 from shoal.pages.run.read_run import is_run
 from shoal.pages.run.state import State, last_write, state_of
+from shoal.pages.run.verdict import last_loss
 
 DEEPEST = 4
 """Folders below the given one in which runs are looked for."""
@@ -28,6 +29,7 @@ class RunLine:
     state: State
     step: int
     loss: float | None
+    """NaN: it was not finite; None: it is not known."""
     tokens_per_s: float | None
     age_seconds: float
     """Since its last write."""
@@ -71,12 +73,12 @@ def _line(path: Path) -> RunLine:
     table = make_table(tail_records(path / "metrics.jsonl"))
     steps = number(summary.get("steps"))
     made = table.steps[-1] if table.steps else 0
-    loss, speed = number(summary.get("loss_last")), number(summary.get("tokens_per_s"))
+    speed = number(summary.get("tokens_per_s"))
     return RunLine(
         path=str(path),
         state=state_of(path, summary, environment),
         step=int(steps) if 0 <= steps < 2**53 else made,
-        loss=loss if math.isfinite(loss) else table.last("loss"),
+        loss=last_loss(summary, table),
         tokens_per_s=speed if math.isfinite(speed) else table.last("tokens_per_s"),
         age_seconds=max(0.0, time.time() - last_write(path)),
         host=str(environment.get("host") or "")[:80],

@@ -145,6 +145,17 @@ def are_finite(values: Sequence[float]) -> bool:
     return math.isfinite(sum(values))
 
 
+def loss_of(record: Mapping[str, Any], key: str) -> float | None:
+    """A loss of a record or a summary, which may be NaN; None: it has none.
+
+    >>> loss_of({"loss": 2.5}, "loss"), loss_of({"loss": "nan"}, "loss"), loss_of({}, "loss")
+    (2.5, nan, None)
+    """
+    value = record.get(key)
+    found = number(value)
+    return None if math.isnan(found) and value != "nan" else found
+
+
 def number(value: Any) -> float:
     """A number of a record; NaN if it is none. Infinity and NaN are written as strings.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.pages.run.metrics_table import number
+from shoal.pages.run.metrics_table import MetricsTable, loss_of, number
 from shoal.pages.run.read_run import RunRecord
-from shoal.pages.words import duration, figure, large, percent, times
+from shoal.pages.words import duration, figure, large, loss_figure, percent, times
 
 STARTS = ("started", "resumed")
 REASON = "no reason is recorded: the processes were killed, or their machine was lost"
@@ -50,12 +51,20 @@ def last_failure(run: RunRecord) -> dict[str, Any] | None:
     return last if last is not None and last["event"] == "failed" else None
 
 
-def loss_from_to(run: RunRecord) -> tuple[float | None, float | None]:
-    """The loss of the first step, and the mean over the last ten."""
-    last = run.metrics.finite("loss")[-10:]
-    first = number(run.summary.get("loss_first"))
-    found = first if math.isfinite(first) else run.metrics.first("loss")
-    return found, statistics.fmean(last) if last else None
+def first_loss(run: RunRecord) -> float | None:
+    """The loss of the first step; None: it is not known."""
+    known = loss_of(run.summary, "loss_first")
+    return run.metrics.first("loss") if known is None else known
+
+
+def last_loss(summary: Mapping[str, Any], table: MetricsTable) -> float | None:
+    """The mean loss of the last ten steps, or of the last ten lines where there is no summary; None: it is not known.
+    It is NaN if one of them was: the loss before a run has diverged is not that of the run."""
+    known = loss_of(summary, "loss_last")
+    if known is not None or "loss" not in table.columns:
+        return known
+    last = table.column("loss")[-10:]
+    return statistics.fmean(last) if last else None
 
 
 def step_seconds(run: RunRecord) -> float | None:
@@ -85,12 +94,12 @@ def mfu(run: RunRecord) -> float | None:
 
 def facts(run: RunRecord) -> list[tuple[str, str, str]]:
     """The figures below the verdict: name, value, and a remark."""
-    first, last = loss_from_to(run)
+    first, last = first_loss(run), last_loss(run.summary, run.metrics)
     steps, found = step_seconds(run), []
-    found.append(("Loss", figure(last), f"from {figure(first)}"))
+    found.append(("Loss", loss_figure(last), f"from {loss_figure(first)}"))
     evaluated = run.metrics.evaluations
     if evaluated:
-        found.append(("Validation loss", figure(evaluated[-1][1]), f"at step {evaluated[-1][0]:,}"))
+        found.append(("Validation loss", loss_figure(evaluated[-1][1]), f"at step {evaluated[-1][0]:,}"))
     found.append(("Speed", f"{large(speed(run))} {run.unit}/s", f"{duration(steps)} a step"))
     if (utilisation := mfu(run)) is not None:
         found.append(("MFU", percent(utilisation), "of the datasheet's peak"))

@@ -1,0 +1,149 @@
+"""Runs of known values: the page, the list, the live figures and the doctor say these, and the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli import main
+from shoal.doctor.live import check_run
+from shoal.observe.progress import human
+from shoal.pages.live.now import now_of
+from shoal.pages.run.find_runs import find_runs
+from shoal.pages.run.findings import findings
+from shoal.pages.run.own_files import tail_records
+from shoal.pages.run.read_run import read_run
+from shoal.pages.run.verdict import facts
+from shoal.pages.words import duration, large
+from tests.run_directories import make_run, record, write_lines
+
+SUMMARY = {"was_stopped": False, "loss_first": 3.0, "step_seconds_median": 0.5, "tokens_per_s": 2048.0}
+
+
+def known_run(
+    path: Path,
+    losses: Iterable[Any],
+    *,
+    every: int = 1,
+    summary: Mapping[str, Any] | None = None,
+    events: Iterable[Mapping[str, Any]] = (),
+    host: str | None = None,
+) -> Path:
+    """A run of steps of half a second, of which every so many are logged."""
+    make_run(path, 1)
+    lines = [
+        record(number * every, loss=loss, step_seconds=0.5, tokens_per_s=2048.0)
+        for number, loss in enumerate(losses, 1)
+    ]
+    write_lines(path / "metrics.jsonl", lines)
+    write_lines(path / "events.jsonl", events)
+    (path / "environment.json").write_text(json.dumps({"command": ["shoal", "train"], "host": host}))
+    if summary is not None:
+        made = {"steps": lines[-1]["step"], "saved_step": lines[-1]["step"]}
+        (path / "summary.json").write_text(json.dumps({**made, **SUMMARY, **summary}))
+    return path
+
+
+def event(kind: str, step: int) -> dict[str, Any]:
+    return {"event": kind, "step": step, "time": 1.79e9 + step}
+
+
+def fact(path: Path, name: str) -> str:
+    return {what: value for what, value, _ in facts(read_run(path))}[name]
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+@pytest.mark.parametrize(("written", "shown"), [("nan", "NaN"), ("inf", "∞")])
+def test_a_run_that_has_diverged_shows_no_loss_of_before(
+    tmp_path: Path, written: str, shown: str, is_ended: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = {"loss_last": written} if is_ended else None
+    path = known_run(tmp_path / "run", [3.0] * 50 + [written] * 5, summary=summary)
+    assert fact(path, "Loss") == shown
+    now = now_of(tail_records(path / "metrics.jsonl"), {})
+    assert now.words()[1][1] == shown
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["loss"] == written
+    assert main(["ls", str(tmp_path)]) == 0
+    assert f" {shown} " in capsys.readouterr().out
+    assert main(["watch", str(path), "--tui", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == written
+    assert main(["watch", str(path), "--tui"]) == 0
+    assert "▁▁▁×××××" in capsys.readouterr().out
+    assert any(f"loss {written}" in found.evidence for found in check_run(path))
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_the_loss_is_the_mean_of_the_last_ten_steps_everywhere(tmp_path: Path, every: int) -> None:
+    """With `run.log_every`, the last ten lines are more than the last ten steps; the summary knows these."""
+    losses = [10 - number * every / 100 for number in range(1, 1000 // every + 1)]
+    path = known_run(tmp_path / "run", losses, every=every, summary={"loss_last": 0.045})
+    (line,) = find_runs(tmp_path)
+    assert (fact(path, "Loss"), line.loss) == ("0.045", 0.045)
+    (path / "summary.json").unlink()
+    (line,) = find_runs(tmp_path)
+    assert line.loss == pytest.approx(sum(losses[-10:]) / 10)
+    assert fact(path, "Loss") == ("0.045" if every == 1 else "0.45")
+
+
+def test_a_few_lines_are_not_called_twenty() -> None:
+    remarks = [now_of([record(step) for step in range(1, last + 1)], {}).words()[1][2] for last in (1, 3, 30)]
+    assert remarks == ["mean of 1 line", "mean of 3 lines", "mean of 20 lines"]
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(999.4, "999"), (9_999.0, "9,999"), (12_345.0, "12.3 k"), (999_499.0, "999 k"), (999_700.0, "1 M"),
+     (999.7e6, "1 B"), (999.7e9, "1 T"), (2e15, "2,000 T")],
+)  # fmt: skip
+def test_a_figure_is_never_an_exponent(value: float, words: str) -> None:
+    assert large(value) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.9994e-3, "999 µs"), (0.9997e-3, "1 ms"), (0.9994, "999 ms"), (0.9997, "1 s"), (59.9, "59.9 s"),
+     (59.97, "1 min 0 s"), (3599.7, "1 h 0 min")],
+)  # fmt: skip
+def test_a_time_is_never_an_exponent(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_the_progress_line_has_no_exponents() -> None:
+    assert [human(each) for each in (999.4, 999.7, 999_700, 999.7e6)] == ["999", "1k", "1M", "1G"]
+
+
+# ---- every figure ----------------------------------------------------------------------------------------------------
+
+
+def test_known_values_are_those_of_every_reader(tmp_path: Path) -> None:
+    """Steps of 0.5 s with 0.1 s for data, and a fifth of a step in communication of which half is hidden."""
+    path = known_run(tmp_path / "run", [3.0] * 100, summary={"loss_last": 3.0, "seconds_training": 50.0})
+    write_lines(
+        path / "metrics.jsonl",
+        [record(step, loss=3.0, step_seconds=0.5, tokens_per_s=2048.0, data_wait_seconds=0.1, comm_seconds=0.1,
+                comm_overlap_fraction=0.5) for step in range(1, 101)],
+    )  # fmt: skip
+    known = {name: (value, remark) for name, value, remark in facts(read_run(path))}
+    assert known["Loss"] == ("3", "from 3")
+    assert known["Speed"] == ("2,048 tokens/s", "500 ms a step")
+    assert known["Training time"][0] == "50 s"
+    evidence = {each.what: each.evidence for each in findings(read_run(path))}
+    assert evidence["Steps wait for data"].startswith("20 % ")
+    assert evidence["Steps wait for communication"].startswith("10.0 % ")
+    (line,) = find_runs(tmp_path)
+    assert (line.step, line.loss, line.tokens_per_s) == (100, 3.0, 2048.0)
+    now = now_of(tail_records(path / "metrics.jsonl"), read_run(path).recipe)
+    assert (now.step, now.loss, now.speed, now.step_seconds) == (100, 3.0, 2048.0, 0.5)
+    assert (now.left_seconds, now.done) == pytest.approx((150, 0.25))
+    assert {each.evidence.split(";")[-1].strip() for each in check_run(path)} >= {"loss 3"}
