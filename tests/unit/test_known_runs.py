@@ -98,6 +98,31 @@ def test_a_few_lines_are_not_called_twenty() -> None:
     assert remarks == ["mean of 1 line", "mean of 3 lines", "mean of 20 lines"]
 
 
+# ---- saves -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_that_a_resume_has_archived_is_none(tmp_path: Path) -> None:
+    """`--resume 50` archives later steps, so that the run that died at step 60 does not resume from step 100."""
+    events = [event("started", 0), event("saved", 50), event("saved", 100), event("resumed", 50)]
+    path = known_run(tmp_path / "run", [3.0] * 60, events=events)
+    death = findings(read_run(path))[0]
+    assert (death.what, death.evidence) == (
+        "The same command resumes from step 50", "10 steps since then will be repeated",
+    )  # fmt: skip
+    path = known_run(tmp_path / "again", [3.0] * 60, events=[*events, event("saved", 60), event("started", 0)])
+    assert findings(read_run(path))[0].what == "No step was saved"
+
+
+def test_the_time_of_saves_is_compared_with_that_of_the_part_that_made_them(tmp_path: Path) -> None:
+    """Both are of the last command: the time before its resume had saves of its own, which the summary leaves out."""
+    more = {"seconds_training": 500.0, "save_stall_seconds": 9.0, "loss_last": 3.0}
+    path = known_run(tmp_path / "whole", [3.0] * 1000, summary={**more, "resumed_from": None})
+    assert "Training waits for saves" not in [each.what for each in findings(read_run(path))]
+    path = known_run(tmp_path / "resumed", [3.0] * 1000, summary={**more, "resumed_from": 960})
+    found = {each.what: each.evidence for each in findings(read_run(path))}
+    assert found["Training waits for saves"].startswith("9 s, 45 % ")
+
+
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 

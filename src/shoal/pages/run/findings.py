@@ -83,12 +83,23 @@ def _saves(run: RunRecord) -> Iterator[Finding]:
     failed = failed if math.isfinite(failed) else sum(event.get("event") == "not saved" for event in run.events)
     if failed > 0:
         yield Finding("Saves failed", times(failed, "save"), "free space, or --checkpoint.dir", 0.9)
-    stall, total = number(run.summary.get("save_stall_seconds")), number(run.summary.get("seconds_training"))
+    stall, total = number(run.summary.get("save_stall_seconds")), _seconds_of_last_part(run)
     if total > 0 and stall / total >= 0.02:
         evidence = f"{duration(stall)}, {percent(stall / total)} of the time, measured"
         every = _setting(run, "checkpoint", "every")
         fix = f"--checkpoint.every above {every}, a faster disk" if every else "fewer saves, a faster disk"
         yield Finding("Training waits for saves", evidence, fix, stall / total)
+
+
+def _seconds_of_last_part(run: RunRecord) -> float:
+    """Seconds of training since the run was resumed, as far as its saves are counted; NaN: not known."""
+    resumed = number(run.summary.get("resumed_from"))
+    if not resumed > 0:
+        return number(run.summary.get("seconds_training"))
+    timed = zip(run.metrics.steps, run.metrics.seconds(), strict=True)
+    pairs = [(step, seconds) for step, seconds in timed if math.isfinite(seconds)]
+    before = max((seconds for step, seconds in pairs if step <= resumed), default=0.0)
+    return max((seconds for _, seconds in pairs), default=math.nan) - before
 
 
 def _data(run: RunRecord) -> Iterator[Finding]:

@@ -60,8 +60,14 @@ class RunRecord:
 
     @property
     def saved_step(self) -> int:
-        """The last step that is known to be saved; 0: there is none."""
-        noted = (event["step"] for event in self.events if event.get("event") == "saved")
+        """The last step that is known to be saved; 0: there is none. A run that resumes archives later steps than its
+        own, and one that starts over all of them."""
+        noted: list[int] = []
+        for event in self.events:
+            if event.get("event") in ("started", "resumed"):
+                noted = [step for step in noted if step <= event["step"]]
+            elif event.get("event") == "saved":
+                noted.append(event["step"])
         return max((*noted, *self.saved_steps), default=0)
 
     @property
