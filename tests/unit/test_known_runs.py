@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,12 @@ from shoal.cli import main
 from shoal.doctor.live import check_run
 from shoal.observe.progress import human
 from shoal.pages.live.now import now_of
+from shoal.pages.report import make_report
 from shoal.pages.run.find_runs import find_runs
 from shoal.pages.run.findings import findings
 from shoal.pages.run.own_files import tail_records
 from shoal.pages.run.read_run import read_run
-from shoal.pages.run.verdict import facts
+from shoal.pages.run.verdict import facts, verdict_of
 from shoal.pages.words import duration, large
 from tests.run_directories import make_run, record, write_lines
 
@@ -148,7 +152,48 @@ def test_the_progress_line_has_no_exponents() -> None:
     assert [human(each) for each in (999.4, 999.7, 999_700, 999.7e6)] == ["999", "1k", "1M", "1G"]
 
 
-# ---- every figure ----------------------------------------------------------------------------------------------------
+# ---- runs of other hosts ---------------------------------------------------------------------------------------------
+
+
+def aged(path: Path, seconds: float) -> None:
+    when = time.time() - seconds
+    for file in path.iterdir():
+        os.utime(file, (when, when))
+
+
+def test_a_silent_run_of_another_host_is_not_called_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lock may not be seen here, and its steps may be long."""
+    path = known_run(tmp_path / "run", [3.0] * 40, host="gpu7")
+    assert read_run(path).state == "running"
+    aged(path, 300)
+    run = read_run(path)
+    assert (run.state, verdict_of(run).headline) == ("silent", "Silent since step 40 of 400")
+    assert "gpu7" in verdict_of(run).reason
+    assert findings(run)[0].next == f"shoal doctor {path}   # on gpu7"
+    assert find_runs(tmp_path)[0].state == "silent"
+    assert 'class="verdict silent"' in make_report([run])
+    assert main(["ls", str(tmp_path)]) == main(["watch", str(path), "--tui"]) == 0
+    assert capsys.readouterr().out.count("  silent") == 2
+    with open(path / "events.jsonl", "a") as file:  # its launcher has written why it ended
+        file.write(json.dumps({**event("failed", 40), "reason": "rank 1 was killed by signal 9"}) + "\n")
+    aged(path, 300)
+    assert (read_run(path).state, verdict_of(read_run(path)).headline) == ("dead", "Died at step 40 of 400")
+
+
+def test_a_run_of_another_host_with_long_steps_runs(tmp_path: Path) -> None:
+    path = known_run(tmp_path / "run", [3.0] * 4, host="gpu7", every=300)  # a line every 150 s
+    aged(path, 300)
+    assert read_run(path).state == "running"
+    aged(path, 600)
+    assert read_run(path).state == "silent"
+
+
+def test_a_silent_run_of_this_host_is_dead(tmp_path: Path) -> None:
+    path = known_run(tmp_path / "run", [3.0] * 40, host=os.uname().nodename)
+    assert read_run(path).state == "dead"
+    with open(path / "lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_run(path).state == "running"
 
 
 def test_known_values_are_those_of_every_reader(tmp_path: Path) -> None:

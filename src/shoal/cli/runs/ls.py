@@ -20,13 +20,13 @@ from shoal.pages.words import duration, large, loss_figure, printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-STYLES = {"running": "cyan", "ended": "green", "stopped": "yellow", "dead": "red"}
+STYLES = {"running": "cyan", "ended": "green", "stopped": "yellow", "silent": "yellow", "dead": "red"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ls:
     """List the runs in a folder and below it, the newest first: running (a process holds its lock), ended, stopped by a
-    signal, or dead.
+    signal, dead, or silent (of another host, where it may still run).
 
     shoal ls runs
     """

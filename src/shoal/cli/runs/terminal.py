@@ -28,7 +28,7 @@ EVERY = 1.0
 EVENTS = 6
 RANKS = 32
 """Ranks of which each has a line; of more, the late ones and the last."""
-STYLES = {"running": "cyan", "ended": "green", "stopped": "yellow", "dead": "red", "waiting": "dim"}
+STYLES = {"running": "cyan", "ended": "green", "stopped": "yellow", "dead": "red", "silent": "yellow", "waiting": "dim"}
 MARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -45,7 +45,7 @@ def show_run(path: Path, *, as_json: bool = False) -> None:
         console.print(picture(path))
         return
     with Live(picture(path), console=console, auto_refresh=False, screen=False) as live:
-        while state(path) in ("running", "waiting"):
+        while state(path) in ("running", "waiting", "silent"):
             time.sleep(EVERY)
             live.update(picture(path), refresh=True)
 
@@ -81,7 +81,7 @@ def picture(path: Path) -> RenderableType:
     if how == "waiting":
         return Group(head, Text("this directory holds no run yet", "dim"))
     silent = time.time() - last_write(path)
-    if how == "running" and silent > 60:
+    if how in ("running", "silent") and silent > 60:
         head.append(f"  its last line is {duration(silent)} old", "yellow")
     words = present(path, records).words()
     ranks = _ranks(rank_states(path), records) if how == "running" else []

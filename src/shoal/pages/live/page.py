@@ -21,6 +21,7 @@ STATES = {
     "ended": "the run has ended",
     "stopped": "a signal has stopped the run",
     "dead": "no process trains this run",
+    "silent": "silent: whether this run of another host still trains is seen there alone",
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from shoal.pages.run.metrics_table import number
 from shoal.pages.run.read_run import RunRecord
 from shoal.pages.run.time_parts import whole_run
-from shoal.pages.run.verdict import last_failure
+from shoal.pages.run.verdict import host_of, last_failure
 from shoal.pages.words import duration, figure, percent, times
 
 WORTH = 0.05
@@ -34,7 +34,8 @@ class Finding:
 
 def findings(run: RunRecord) -> list[Finding]:
     """All findings of a run, the costliest first."""
-    checks = (_death, _damage, _losses, _saves, _data, _communication, _straggler, _jitter, _validation, _profiled)
+    checks = (_death, _silence, _damage, _losses, _saves, _data, _communication, _straggler, _jitter, _validation,
+              _profiled)  # fmt: skip
     found = [finding for check in checks for finding in check(run)]
     return sorted(found, key=lambda finding: -finding.weight)
 
@@ -48,6 +49,13 @@ def _death(run: RunRecord) -> Iterator[Finding]:
         code = str(failure.get("code", ""))[:4] if failure else ""
         fix = f"shoal explain {code}" if code.isalnum() else "the last lines that the command printed"
         yield Finding(what, f"{lost} since then will be repeated", fix, 1.0)
+
+
+def _silence(run: RunRecord) -> Iterator[Finding]:
+    if run.state == "silent":
+        evidence = "no lock and no new line is seen from here"
+        where = f"shoal doctor {shlex.quote(str(run.path))}   # on {host_of(run)}"
+        yield Finding("Whether it still trains is seen on its host alone", evidence, where, 0.99)
 
 
 def _damage(run: RunRecord) -> Iterator[Finding]:
@@ -96,10 +104,9 @@ def _seconds_of_last_part(run: RunRecord) -> float:
     resumed = number(run.summary.get("resumed_from"))
     if not resumed > 0:
         return number(run.summary.get("seconds_training"))
-    timed = zip(run.metrics.steps, run.metrics.seconds(), strict=True)
-    pairs = [(step, seconds) for step, seconds in timed if math.isfinite(seconds)]
-    before = max((seconds for step, seconds in pairs if step <= resumed), default=0.0)
-    return max((seconds for _, seconds in pairs), default=math.nan) - before
+    until = run.metrics.seconds()
+    before = max((s for step, s in zip(run.metrics.steps, until, strict=True) if step <= resumed), default=0.0)
+    return until[-1] - before if until else math.nan
 
 
 def _data(run: RunRecord) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ def verdict_of(run: RunRecord) -> Verdict:
     """The verdict of a run."""
     step, goal = f"step {run.step:,}", _goal(run)
     if run.state == "running":
-        silent = time.time() - run.last_write
+        silent = _age(run)
         return Verdict(f"Running, at {step}{goal}", f"its last line is {duration(silent)} old" if silent > 60 else "")
     if run.state == "stopped":
         is_saved = run.summary.get("saved_step") == run.summary.get("steps")
@@ -41,8 +41,21 @@ def verdict_of(run: RunRecord) -> Verdict:
         reasons = ": the reasons are below" if last_failure(run) else ""
         after = f"after {times(restarts, 'restart')}{reasons}" if restarts > 0 else ""
         return Verdict(f"Ended after {step.removeprefix('step ')} steps", after)
+    if run.state == "silent":
+        where = f"it was started on {host_of(run)}, whose processes are not seen from here"
+        return Verdict(f"Silent since {step}{goal}", f"{where}; its last line is {duration(_age(run))} old")
     failed = last_failure(run)
     return Verdict(f"Died at {step}{goal}", str(failed.get("reason") or REASON) if failed else REASON)
+
+
+def host_of(run: RunRecord) -> str:
+    """The host on which a run was started."""
+    return str(run.environment.get("host") or "another host")[:80]
+
+
+def _age(run: RunRecord) -> float:
+    """Seconds since the last write."""
+    return max(0.0, time.time() - run.last_write)
 
 
 def last_failure(run: RunRecord) -> dict[str, Any] | None:
