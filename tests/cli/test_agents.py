@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import pickle
 import signal
@@ -94,7 +95,14 @@ def test_two_hosts_compute_what_one_does_also_after_a_killed_rank_and_among_stra
     assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)
     assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 9))
     assert ended.json["restarts"] == 1
-    assert "rank 1 of 2 (host 127.0.0.2) was killed by signal 9 (SIGKILL)" in ended.said
+    killed = "rank 1 of 2 (host 127.0.0.2) was killed by signal 9 (SIGKILL)"
+    assert killed in ended.said
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    kinds = [event["event"] for event in events if event["event"] != "saved"]
+    (failed,) = (event for event in events if event["event"] == "failed")
+    assert kinds == ["started", "failed", "resumed", "ended"]
+    assert failed["code"] == "N024"
+    assert failed["reason"].startswith(killed)
 
 
 def test_a_stopped_run_saves_and_a_killed_one_leaves_nothing(host: Host, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def coordinator() -> Any:
 
 
 def ending(error: BaseException | None = None, *, was_stopped: bool = False) -> Callable[..., Any]:
-    def train(run: Any, *, sleep: Any) -> Any:
+    def train(coordinator: Coordinator) -> Any:
         if error is not None:
             raise error
         return {"summary": {"was_stopped": was_stopped}}

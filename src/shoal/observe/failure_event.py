@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from shoal.config.recipe import Recipe
 from shoal.observe.events import append_failure
-from shoal.observe.run_directory import directory_of_command
+from shoal.observe.run_names import directory_of_command
 
 
 @contextmanager

@@ -15,7 +15,6 @@ runs/tiny/
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import math
 import os
@@ -23,7 +22,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,7 +38,8 @@ from shoal.files import opened, read_regular
 from shoal.observe.durable_write import FULL, make_directory, room, sync, write_whole
 from shoal.observe.events import append_event
 from shoal.observe.jsonable import jsonable
-from shoal.observe.run_lock import has_begun_in, is_locked, locked, reject_locked, sign, signature
+from shoal.observe.run_lock import has_begun_in, is_locked, locked, reject_locked, sign
+from shoal.observe.run_names import claimed_by, numbered_runs
 from shoal.safe_parsing import parse_yaml, read_text
 from shoal.version import __version__
 
@@ -90,7 +90,7 @@ class RunDirectory:
         is_restart  find the directory that an earlier generation of this command has claimed
         """
         path = Path(recipe.run.dir) if recipe.run.dir else None
-        path = path or (_claimed_by(recipe, command) if is_restart else None)
+        path = path or (claimed_by(recipe, command) if is_restart else None)
         path = path or _numbered(recipe, resume=resume, is_restart=is_restart)
         try:
             resumes = _can_resume(path, recipe, resume)
@@ -107,7 +107,7 @@ class RunDirectory:
     @classmethod
     def claim_again(cls, recipe: Recipe, command: str) -> RunDirectory:
         """Lock the directory in which this command has trained this recipe before. Nothing in it is compared."""
-        path = Path(recipe.run.dir) if recipe.run.dir else _claimed_by(recipe, command)
+        path = Path(recipe.run.dir) if recipe.run.dir else claimed_by(recipe, command)
         path = path or _numbered(recipe, resume="auto", is_restart=True)
         try:
             return cls(path, resumes=True, lock=locked(path))
@@ -118,7 +118,7 @@ class RunDirectory:
     def has_begun(recipe: Recipe, command: str) -> bool:
         """Whether an earlier generation of this command has begun to train. Until then, a restart has to do again what
         the command says: to start over, or to resume from a step that is not the newest."""
-        path = Path(recipe.run.dir) if recipe.run.dir else _claimed_by(recipe, command)
+        path = Path(recipe.run.dir) if recipe.run.dir else claimed_by(recipe, command)
         path = path or _numbered(recipe, resume="auto", is_restart=True)
         if "/" in command and recipe.checkpoint.dir is not None and not os.path.exists(path / "lock"):
             return True  # perhaps on another machine, and the steps that it has saved must stay
@@ -231,31 +231,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _claimed_by(recipe: Recipe, command: str) -> Path | None:
-    """The directory that a command has claimed before; None: it has claimed none."""
-    return next((path for path in _existing(recipe) if command and signature(path)[0] == command), None)
-
-
-def directory_of_command(recipe: Recipe, command: str) -> Path | None:
-    """The directory that a command has claimed, named or numbered; None: it has claimed none."""
-    if command and recipe.run.dir and signature(Path(recipe.run.dir))[0] == command:
-        return Path(recipe.run.dir)
-    return _claimed_by(recipe, command)
-
-
-def _existing(recipe: Recipe) -> Iterator[Path]:
-    """`runs/NAME`, `runs/NAME-2`, ... as far as they exist."""
-    path = Path("runs") / recipe.run.name
-    for number in itertools.count(2):
-        if not os.path.exists(path):  # `Path.exists` raises where a folder above may not be searched
-            return
-        yield path
-        path = path.with_name(f"{recipe.run.name}-{number}")
-
-
 def _numbered(recipe: Recipe, *, resume: str, is_restart: bool = False) -> Path:
     """The newest of `runs/NAME`, `runs/NAME-2`, ... that resumes; else the first free one."""
-    there = list(_existing(recipe))
+    there = list(numbered_runs(recipe))
     last = there[-1] if there else None
     path = Path("runs") / (f"{recipe.run.name}-{len(there) + 1}" if there else recipe.run.name)
     if last is None or resume == "fresh":
@@ -269,7 +247,7 @@ def _numbered(recipe: Recipe, *, resume: str, is_restart: bool = False) -> Path:
 
 def _beside(path: Path, recipe: Recipe) -> str:
     """Why the numbered run before a new one is not resumed."""
-    before = [each for each in _existing(recipe) if each != path]
+    before = [each for each in numbered_runs(recipe) if each != path]
     if recipe.run.dir or not before:
         return ""
     return _why_not_resumed(before[-1], recipe)

@@ -6,7 +6,7 @@ import hashlib
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -22,9 +22,11 @@ from shoal.elastic.restart import RestartBudget, with_restarts
 from shoal.errors import RunFailed, ShoalError, raise_if
 from shoal.launch.hosts.agent.join import run_agent
 from shoal.launch.hosts.coordinator import Coordinator, coordinating
+from shoal.launch.hosts.etcd.leadership import LostLead
 from shoal.launch.hosts.generation import Job
 from shoal.launch.hosts.hostlist import check_names, choose_address, read_hosts
 from shoal.launch.hosts.ssh import NOBODY, SSH, is_reached, route_to
+from shoal.observe.failure_event import note_failure
 
 
 def train_on_hosts(
@@ -62,14 +64,15 @@ def train_on_hosts(
             min_hosts=_min_hosts(options.min_hosts, len(hosts)),
         )
 
-    def train(start: Callable[[int], Any], *, sleep: Callable[[float], None]) -> Any:
+    def train(coordinator: Coordinator) -> Any:
         most = 0 if recipe.run.fast_dev_run else recipe.launch.max_restarts
-        return with_restarts(start, RestartBudget(most=most, say=_say), sleep=sleep)
+        start = partial(_run_and_note, coordinator, recipe)
+        return with_restarts(start, RestartBudget(most=most, say=_say), sleep=coordinator.pause)
 
     with _explaining_memory(recipe, per_node=hosts[0].slots):
         if options.store is None:
             with coordinated(job) as coordinator:
-                value = train(coordinator.run, sleep=coordinator.pause)
+                value = train(coordinator)
                 coordinator.exit_code = 130 if value["summary"]["was_stopped"] else 0
         else:
             value = lead(options.store, ssh, job, coordinated, train)
@@ -90,6 +93,17 @@ def _explaining_memory(recipe: Recipe, *, per_node: int) -> Iterator[None]:
         except ImportError:  # this host has no torch
             raise error from error.__cause__
         raise explained(planned, error, per_node=per_node) from error.__cause__
+
+
+def _run_and_note(coordinator: Coordinator, recipe: Recipe, restart: int) -> Any:
+    """Run generations; a failure is noted beside the run, if its directory is seen from this host."""
+    try:
+        return coordinator.run(restart)
+    except LostLead:  # another coordinator leads the run on
+        raise
+    except Exception as error:
+        note_failure(recipe, coordinator.job.name, error)
+        raise
 
 
 def place_on_hosts(text: str | None, nproc: int | None) -> Placement:

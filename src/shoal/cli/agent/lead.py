@@ -23,7 +23,7 @@ def lead(
     ssh: str,
     job: Job,
     coordinated: Callable[[Job], AbstractContextManager[Coordinator]],
-    train: Callable[..., Any],
+    train: Callable[[Coordinator], Any],
 ) -> Any:
     """Return the value of rank 0 when this coordinator has led the run to its end; None: another one has."""
     if ssh != NOBODY:
@@ -44,7 +44,7 @@ def lead(
             _say(f"{error}\n  waiting to take over again")
 
 
-def _led(leadership: Leadership, coordinator: Coordinator, train: Callable[..., Any]) -> Any:
+def _led(leadership: Leadership, coordinator: Coordinator, train: Callable[[Coordinator], Any]) -> Any:
     """Lead the run: from the last generation that was recorded, if it has not ended."""
     exit_code: int | None
     members = coordinator.members
@@ -68,7 +68,7 @@ def _led(leadership: Leadership, coordinator: Coordinator, train: Callable[..., 
             _say(f"taking over generation {state['generation']} of hosts {hosts}{saved}: {state['plan']}")
             coordinator.job = replace(coordinator.job, name=str(state["job"]))
             coordinator.continue_from(state)
-        value = train(coordinator.run, sleep=coordinator.pause)
+        value = train(coordinator)
         exit_code = coordinator.exit_code = 130 if value["summary"]["was_stopped"] else 0
         return value
     except LostLead:
