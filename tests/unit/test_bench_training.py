@@ -29,7 +29,16 @@ from shoal.bench.training.scale import (
     to_mapping,
 )
 from shoal.bench.training.time_steps import RankSteps, time_steps
-from shoal.bench.training.turns import WARMUP_STEPS, Case, Spread, Turn, differences, measure_in_turns, ratios
+from shoal.bench.training.turns import (
+    WARMUP_STEPS,
+    Case,
+    Spread,
+    Turn,
+    differences,
+    joined,
+    measure_in_turns,
+    ratios,
+)
 from shoal.cli.reports import bench_memory, bench_scale, bench_step
 from shoal.config.recipe import DataSection, LaunchSection, ModelSection, Recipe
 from shoal.errors import ShoalError
@@ -75,6 +84,15 @@ def test_the_slowest_rank_counts_and_the_first_steps_do_not() -> None:
     assert turn.seconds == (2.0, 4.0)
     assert (turn.median, turn.peak, turn.states.parameters) == (3.0, 7, 7)
     assert turn.wait_fraction == pytest.approx(1.0 / 6.0)
+
+
+def test_a_turn_is_the_same_whether_its_ranks_are_joined_before_or_not() -> None:
+    """Those of several hosts are joined into one message. Who waits while it warms up waits in no timed step."""
+    warm, none = [9.0] * WARMUP_STEPS, (0.0,) * WARMUP_STEPS
+    slow_start = replace(rank_steps([*warm, 1.0, 4.0], peak=5), waited=(*warm, 0.5, 0.5))
+    ranks = [slow_start, replace(rank_steps([*warm, 2.0, 3.0], peak=7), waited=(*none, 1.0, 1.0))]
+    assert Turn.of([joined(ranks)]) == Turn.of(ranks)
+    assert Turn.of(ranks).wait_fraction == pytest.approx(2.0 / 6.0)
 
 
 def test_ratios_are_taken_round_by_round() -> None:

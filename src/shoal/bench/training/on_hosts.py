@@ -9,6 +9,7 @@ from torch.distributed import Store
 
 from shoal.bench.training.cases import checked_job
 from shoal.bench.training.time_steps import RankSteps, time_steps
+from shoal.bench.training.turns import joined
 from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.config.recipe import Recipe
 from shoal.errors import raise_if
@@ -35,17 +36,3 @@ def read_words(words: Sequence[str], world_size: int, num_local: int) -> tuple[J
 def time_together(placement: Placement, store: Store, job: Job, num_steps: int) -> RankSteps:
     """Make the steps, and join those of all ranks. Every rank calls it."""
     return time_steps(placement, store, job, num_steps, join=joined)
-
-
-def joined(ranks: Sequence[RankSteps]) -> RankSteps:
-    """The slowest rank of each step, the longest waits and the fullest rank: as if they were one."""
-    fullest = max(ranks, key=lambda rank: rank.peak)
-    return RankSteps(
-        seconds=tuple(max(step) for step in zip(*(rank.seconds for rank in ranks), strict=True)),
-        waited=max((rank.waited for rank in ranks), key=sum),
-        losses=ranks[0].losses,
-        norms=ranks[0].norms,
-        peak=fullest.peak,
-        process=fullest.process,
-        states=fullest.states,
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.bench.training.time_steps import RankSteps, time_steps
 from shoal.errors import ShoalError
@@ -73,18 +73,30 @@ class Turn:
     @classmethod
     def of(cls, ranks: Sequence[RankSteps], warmup: int = WARMUP_STEPS) -> Turn:
         """The turn of all ranks together."""
-        fullest = max(ranks, key=lambda rank: rank.peak)
-        slowest = tuple(max(step) for step in zip(*(rank.seconds[warmup:] for rank in ranks), strict=True))
-        waits = max(sum(rank.waited[warmup:]) for rank in ranks)
+        both = joined(ranks, warmup)
+        seconds = both.seconds[warmup:]
         return cls(
-            seconds=slowest,
-            losses=ranks[0].losses,
-            norms=ranks[0].norms,
-            peak=fullest.peak,
-            process=fullest.process,
-            states=fullest.states,
-            wait_fraction=waits / (sum(slowest) or 1.0),
+            seconds=seconds,
+            losses=both.losses,
+            norms=both.norms,
+            peak=both.peak,
+            process=both.process,
+            states=both.states,
+            wait_fraction=sum(both.waited[warmup:]) / (sum(seconds) or 1.0),
         )
+
+
+def joined(ranks: Sequence[RankSteps], warmup: int = WARMUP_STEPS) -> RankSteps:
+    """All ranks as if they were one: the slowest of each step, the waits of the one that waits longest once it is warm,
+    and the memory of the fullest."""
+    fullest = max(ranks, key=lambda rank: rank.peak)
+    return replace(
+        fullest,
+        seconds=tuple(max(step) for step in zip(*(rank.seconds for rank in ranks), strict=True)),
+        waited=max((rank.waited for rank in ranks), key=lambda waited: sum(waited[warmup:])),
+        losses=ranks[0].losses,
+        norms=ranks[0].norms,
+    )
 
 
 @dataclass
