@@ -3,9 +3,9 @@
 python benchmarks/profile/cost.py [--plans dp_replicate=2 zero=3] [--steps 3] [--rounds 9]
 
 Two ranks train a small llama. Every round makes so many steps with each of these: nothing, the timer of the parts,
-nothing, and torch's profiler on rank 0, which records the trace. The cost of the parts is relative to the mean of the
-two turns around them, that of the trace to the turn before it; the median over rounds counts. `off` is the difference
-between the two turns with nothing: what the machine does by itself.
+nothing, torch's profiler on rank 0, which records the trace, and nothing. A cost is relative to the mean of the two
+turns around it; the median over rounds counts. `off` is the difference between the first two turns with nothing: what
+the machine does by itself.
 """
 
 from __future__ import annotations
@@ -73,8 +73,13 @@ def _round(run: Run, batch: dict[str, torch.Tensor], steps: int) -> dict[str, fl
     traced = clocked()
     if trace is not None:
         trace.stop()
-    plain = (before + between) / 2
-    return {"step": plain, "off": between / before - 1, "parts": parts / plain - 1, "trace": traced / between - 1}
+    after = clocked()
+    return {
+        "step": (before + between) / 2,
+        "off": between / before - 1,
+        "parts": 2 * parts / (before + between) - 1,
+        "trace": 2 * traced / (between + after) - 1,
+    }
 
 
 def row(plan: str, rounds: list[dict[str, float]]) -> dict[str, str]:

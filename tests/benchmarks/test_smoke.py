@@ -63,6 +63,7 @@ DEAR = {
     "benchmarks/watch/cost.py",
     "benchmarks/profile/gpu.py",
     "benchmarks/replica_sync/run.py",
+    "benchmarks/scaling/run.py",
     "benchmarks/verify/huggingface.py",
     "benchmarks/verify/run.py",
 }
