@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.bench.training import step, turns
+from shoal.bench.training import data_parallel, step, turns
 from shoal.bench.training.anchor import Anchors
 from shoal.bench.training.cases import Ranks, checked_case, checked_job, microbatch_of, with_plan
 from shoal.bench.training.data_parallel import time_data_parallel
@@ -157,6 +157,17 @@ def test_predictions_are_compared_with_the_round_in_which_the_machine_was_measur
     assert (two["round"], two["step_seconds"]["median"], two["predicted"]["seconds"]) == (1, 6.6, 6.6)
     assert typical([]) is None
     assert typical([predicted(3.0), None, predicted(1.0)]) == predicted(1.0)
+
+
+def test_data_parallel_is_not_predicted() -> None:
+    """The planner knows no such plan; the job is that of one rank, whose prediction is another one's."""
+    job: Any = type("Job", (), {"recipe": TINY.model_copy(update={"plan": TINY.plan.resolve(1)})})
+    job.training = type("Data", (), {"tokens_per_sample": 8})
+    base = Row(mode="strong", plan=BASE, ranks=1, batch=8, case=case("base", [4.0], job=job))
+    row = Row(mode="strong", plan=data_parallel.NAME, ranks=2, batch=8, case=case("row", [8.0], job=job), base=base)
+    found = row_mapping(row, {"base": [predicted(4.0)], "row": [predicted(4.0)]}, is_anchored=True)
+    assert found["efficiency"]["median"] == 0.25
+    assert not [key for key in found if "error" in key or "predicted" in key]
 
 
 def test_computation_is_taken_as_measured_and_messages_as_predicted() -> None:

@@ -295,8 +295,9 @@ def typical_round(row: Row) -> int:
 
 
 def _of_round(row: Row, predictions: Predictions, number: int | None = None) -> Predicted | None:
-    """The prediction of a row for the machine as it was in a round; in its own, if none is given."""
-    rounds = predictions.get(row.case.name, ())
+    """The prediction of a row for the machine as it was in a round; in its own, if none is given. The planner knows no
+    `nn.DataParallel`: its job is that of one rank."""
+    rounds = () if row.plan == data_parallel.NAME else predictions.get(row.case.name, ())
     number = typical_round(row) if number is None else number
     return rounds[number] if number < len(rounds) else None
 
