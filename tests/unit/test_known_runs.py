@@ -196,6 +196,17 @@ def test_a_silent_run_of_this_host_is_dead(tmp_path: Path) -> None:
         assert read_run(path).state == "running"
 
 
+def test_communication_that_was_timed_in_the_first_step_alone_is_not_called_untimed(tmp_path: Path) -> None:
+    path = known_run(tmp_path / "run", [3.0] * 8)
+    for timed, words in ((1, "was timed in its first fifth alone"), (0, "was not timed under this plan")):
+        lines = [record(step) for step in range(1, 9)]
+        for line in lines:
+            if line["step"] != timed:
+                del line["comm_seconds"], line["comm_overlap_fraction"]
+        write_lines(path / "metrics.jsonl", lines)
+        assert words in make_report([read_run(path)])
+
+
 def test_known_values_are_those_of_every_reader(tmp_path: Path) -> None:
     """Steps of 0.5 s with 0.1 s for data, and a fifth of a step in communication of which half is hidden."""
     path = known_run(tmp_path / "run", [3.0] * 100, summary={"loss_last": 3.0, "seconds_training": 50.0})

@@ -34,7 +34,9 @@ def time_spent(run: RunRecord) -> str:
             words = (f"{axis} {percent(part)} of {duration(seconds)}" for axis, (seconds, part) in by_axis.items())
             hidden += f" Hidden by axis: {', '.join(words)} a step."
     elif run.layout is not None and run.layout.world_size > 1:
-        hidden = "Communication was not timed under this plan: it is part of computation and other."
+        is_timed = any(name.startswith("comm_seconds") for name in run.metrics.columns)
+        where = "was timed in its first fifth alone" if is_timed else "was not timed under this plan"
+        hidden = f"Communication {where}: it is part of computation and other."
     note = f"Measured on rank 0 over steps {parts.first:,} to {parts.last:,}, without the first fifth. {hidden}"
     slow = run.slowest
     if slow is not None and slow.rank == 0 and slow.stands_out and slow.cost_fraction >= WORTH:
