@@ -188,7 +188,10 @@ def test_computation_is_taken_as_measured_and_messages_as_predicted() -> None:
     assert [each and each.seconds for each in anchors.anchored(stages, known)] == [12.0, 24.0]
     assert Anchors().anchored(row, known) == known["row"], "of a named cluster"
     both.reason = "illegal"
-    assert anchors.anchored(row, known) == known["row"]
+    assert anchors.anchored(row, known) == (), "the base was measured: a prediction alone cannot be compared with it"
+    found = {"alone": anchors.to_mapping()}
+    assert found["alone"] == [{"ranks": 2, "reason": "illegal"}]
+    assert ["illegal" in line for line in bench_scale.alone(found)] == [True]
 
 
 def test_ranks_of_two_hosts_are_predicted_with_the_link_between_them() -> None:

@@ -36,14 +36,17 @@ class Anchors:
 
     def anchored(self, case: Case, predictions: Mapping[str, Sequence[Predicted | None]]) -> Sequence[Predicted | None]:
         """Predictions of a case, one for each round, with the computation as it was measured. One rank is its own
-        anchor, so its prediction is what was measured."""
+        anchor, so its prediction is what was measured. There is none where the ranks that send nothing could not be
+        measured: beside a base that was, a prediction without it would say nothing."""
         rounds = predictions.get(case.name, ())
         if case.job is None or self.base is None:
             return rounds
         ranks = case.job.recipe.plan.layout.world_size
         anchor = case if ranks == 1 else self.cases.get(ranks)
-        if anchor is None or not anchor.is_measured or not self.base.is_measured:
+        if anchor is None or not self.base.is_measured:
             return rounds
+        if not anchor.is_measured:
+            return ()
         together, single = (_factors(each, predictions) for each in (anchor, self.base))
         three = zip(rounds, together, single, strict=False)
         return [
@@ -52,11 +55,12 @@ class Anchors:
         ]
 
     def to_mapping(self) -> list[dict[str, Any]]:
-        """The time of a step of each, as JSON."""
+        """The time of a step of each, or why there is none, as JSON."""
         return [
             {"ranks": ranks, "step_seconds": case.seconds.to_mapping()}
-            for ranks, case in self.cases.items()
             if case.is_measured
+            else {"ranks": ranks, "reason": case.reason}
+            for ranks, case in self.cases.items()
         ]
 
 

@@ -105,6 +105,10 @@ def _compared(each: Found) -> str:
 def alone(found: Found) -> Iterator[str]:
     """How fast ranks compute that send nothing: the most that a plan can reach on this machine."""
     for each in found.get("alone", ()):
+        if "reason" in each:
+            why = f"{each['reason']}; --cluster predicts them without it"
+            yield f"{each['ranks']} ranks that send nothing cannot be measured, so their rows are not predicted: {why}"
+            continue
         step = ms(each["step_seconds"]["median"])
         yield f"{each['ranks']} ranks that send nothing: {step} a step; predictions begin with that, and with the base"
 

@@ -106,8 +106,14 @@ def mib(size: float | None) -> str:
 
 
 def _alone(found: Found) -> str:
-    rows = [(each["ranks"], duration(each["step_seconds"]["median"])) for each in found.get("alone", ())]
-    note = "Ranks that compute at once and send nothing. Predictions begin with these steps and with the base."
+    rows = [
+        (each["ranks"], each.get("reason") or duration(each["step_seconds"]["median"]))
+        for each in found.get("alone", ())
+    ]
+    note = (
+        "Ranks that compute at once and send nothing. Predictions begin with these steps and with the base; rows"
+        " without such a step are not predicted."
+    )
     return section("Computation alone", table(("ranks", "step"), rows), name="alone", note=note) if rows else ""
 
 
