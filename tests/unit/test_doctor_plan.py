@@ -70,6 +70,19 @@ def test_host_memory_of_the_ranks() -> None:
     assert [each.level for each in found(64 * GIB)] == [Level.OK]
 
 
+def test_the_memory_of_a_pipeline_is_that_of_its_fullest_stage_alone() -> None:
+    """The prediction is of the fullest rank. Ranks of other stages may need less, so that no failure is certain."""
+
+    def found(available: int, ranks: int = 2) -> list[Finding]:
+        wanted = of(ranks=ranks, launch__device="cpu", plan="pp=2 1f1b mb=1")
+        return list(needs.host_memory(wanted, lambda: (available, "64 GiB of this host")))
+
+    only(found(30 * GIB), Level.WARNING, "40.7 GiB predicted (2 ranks of at most 20.3 GiB)", "30.0 GiB available")
+    only(found(20 * GIB), Level.FAIL, "20.0 GiB available")
+    only(found(41 * GIB, ranks=4), Level.FAIL, "41.0 GiB available")  # two of four ranks are of the fullest stage
+    assert [each.level for each in found(64 * GIB)] == [Level.OK]
+
+
 def test_gpus_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found = list(needs.gpu_memory(of(ranks=2), driver(free=20 * GIB)))

@@ -77,14 +77,17 @@ def host_memory(needs: Needs, available: Callable[[], tuple[int, str]] = memory.
     if predicted is None or not free:
         return
     if _uses_gpu(needs.recipe):
-        needed = needs.ranks * OF_A_GPU_PROCESS + needs.state_bytes
+        needed = certain = needs.ranks * OF_A_GPU_PROCESS + needs.state_bytes
         why = f"{counted(needs.ranks, 'rank')} of {size(OF_A_GPU_PROCESS)}, and a copy of what is saved"
     else:
         per_rank = predicted["total"] - predicted.get("context", 0) + OF_A_PROCESS
-        needed, why = needs.ranks * per_rank, f"{counted(needs.ranks, 'rank')} of {size(per_rank)}"
+        stages = needs.recipe.plan.pp or 1
+        fullest = -(-needs.ranks // stages)  # ranks of one stage; those of others may need less
+        needed, certain = needs.ranks * per_rank, fullest * per_rank + (needs.ranks - fullest) * OF_A_PROCESS
+        why = f"{counted(needs.ranks, 'rank')} of {'at most ' * (stages > 1)}{size(per_rank)}"
     evidence = f"{size(needed)} predicted ({why}); {size(free)} available of {where}"
     fix = "shoal train RECIPE --plan auto   # or --plan 'mb=1 recompute=full', or --plan zero=3"
-    if needed > free:
+    if certain > free:
         yield will_fail("host memory", evidence, fix)
     elif needed > TIGHT * free:
         yield warning("host memory", evidence, fix)
