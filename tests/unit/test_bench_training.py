@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from shoal.bench.training import data_parallel, step, turns
-from shoal.bench.training.anchor import Anchors
-from shoal.bench.training.cases import Ranks, checked_case, checked_job, microbatch_of, with_plan
+from shoal.bench.training.anchor import Anchors, alone
+from shoal.bench.training.cases import Ranks, checked_case, checked_job, microbatch_of, with_plan, with_settings
 from shoal.bench.training.data_parallel import time_data_parallel
 from shoal.bench.training.machine import CalibrationTurns
 from shoal.bench.training.predicted import Predicted, predict_case, typical
@@ -219,6 +219,21 @@ def test_ranks_that_send_nothing_are_measured_beside_the_rows() -> None:
     assert base["peak_error"] is not None
     named = table_of(TINY, replace(request, plans=("ddp",), is_anchored=False))
     assert named.anchors == Anchors()
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "code"),
+    [("comm", {"forward_prefetch": 2}, ""), ("run", {"sync_batch_norm": True}, ""),
+     ("optim", {"param_dtype": "bf16"}, "P048")],
+)  # fmt: skip
+def test_settings_of_messages_do_not_concern_ranks_that_send_nothing(
+    section: str, values: dict[str, Any], code: str
+) -> None:
+    plan = TINY.plan.parse("bf16") if code else TINY.plan
+    recipe = with_settings(TINY, **{section: values}).model_copy(update={"plan": plan})
+    ranks = Ranks(nproc=(1, 2), threads=1, cores=2, device="cpu")
+    reason = alone(recipe, ranks, 2, 8).reason
+    assert code in reason if code else not reason
 
 
 def test_the_machine_is_measured_before_every_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.bench.training.cases import Ranks, checked_case, microbatch_of, with_plan
+from shoal.bench.training.cases import Ranks, checked_case, microbatch_of, with_plan, with_settings
 from shoal.bench.training.predicted import Predicted
 from shoal.bench.training.turns import Case
-from shoal.config.recipe import Recipe
+from shoal.config.recipe import CommSection, Recipe
 
 NEVER = "sync=local:1000000"
 """Replicas that do not exchange gradients, and would average weights after this many steps."""
@@ -71,8 +71,10 @@ def _factors(case: Case, predictions: Mapping[str, Sequence[Predicted | None]]) 
 
 
 def alone(recipe: Recipe, ranks: Ranks, number: int, batch: int) -> Case:
-    """The case of this many ranks that send nothing; with a reason if the recipe cannot be trained on them."""
+    """The case of this many ranks that send nothing; with a reason if the recipe cannot be trained on them. Settings of
+    messages are left out: some are rejected where there are none."""
     mb = microbatch_of(recipe, max(ranks.nproc))
+    recipe = with_settings(recipe, run={"sync_batch_norm": False}).model_copy(update={"comm": CommSection()})
     words = f"dp_replicate={number} {NEVER}"
     changed = with_plan(recipe, words, ranks=number, batch=batch, mb=mb, threads=ranks.threads)
     return checked_case(f"{number} ranks that send nothing, batch {batch}", changed, number)
