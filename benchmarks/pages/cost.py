@@ -1,6 +1,6 @@
 """How large is the page of a long run on many ranks, and how long does it take to make and to draw?
 
-python benchmarks/report/cost.py [--steps 100000] [--ranks 64] [--rounds 3]
+python benchmarks/pages/cost.py [--steps 100000] [--ranks 64] [--rounds 3]
 
 A run directory with metrics of every step and of every rank is made, without training. `shoal report` makes its page,
 as a command of its own each time. Chromium draws it, where it and playwright are installed (`make test-browser`
