@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import time
@@ -13,7 +14,11 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
+from shoal.cli.reports.profile import show_profile
+from shoal.comm.profile.timer import Span, Step
 from shoal.doctor.live import check_run
+from shoal.observe.profile.profile import Profile
+from shoal.observe.profile.record import RankRecord
 from shoal.observe.progress import human
 from shoal.pages.live.now import now_of
 from shoal.pages.report import make_report
@@ -22,6 +27,7 @@ from shoal.pages.run.findings import findings
 from shoal.pages.run.own_files import tail_records
 from shoal.pages.run.read_run import read_run
 from shoal.pages.run.verdict import facts, verdict_of
+from shoal.pages.sections.profile import profile
 from shoal.pages.words import duration, large
 from tests.run_directories import make_run, record, write_lines
 
@@ -228,3 +234,54 @@ def test_known_values_are_those_of_every_reader(tmp_path: Path) -> None:
     assert (now.step, now.loss, now.speed, now.step_seconds) == (100, 3.0, 2048.0, 0.5)
     assert (now.left_seconds, now.done) == pytest.approx((150, 0.25))
     assert {each.evidence.split(";")[-1].strip() for each in check_run(path)} >= {"loss 3"}
+
+
+# ---- a profile -------------------------------------------------------------------------------------------------------
+
+
+def profiled_rank(rank: int, forward: int) -> RankRecord:
+    """Five steps of 400 ms: a forward, and a wait for the other rank, the last 50 ms of it for bytes."""
+    steps, entered = [], {}
+    for number in range(5):
+        begin, end = 400 * number * 10**6, 400 * (number + 1) * 10**6
+        arrived = begin + forward * 10**6
+        spans = [
+            Span("forward", begin, None, False, arrived),
+            Span("dp_replicate", arrived, f"sum {number}", True, end),
+            Span("other", begin, None, False, end, 400 * 10**6),
+        ]
+        entered[f"sum {number}"] = arrived
+        steps.append(Step(spans, 0.0))
+    return RankRecord(rank, "host", {}, 1, 2, steps, entered, peak=(rank + 1) * 2**20)
+
+
+def test_a_profile_of_known_waits_is_the_same_in_the_terminal_and_on_the_page(tmp_path: Path) -> None:
+    """Rank 1 computes for 350 ms and rank 0 for 100, so that rank 0 waits for it 250 of 400 ms."""
+    path = known_run(tmp_path / "run", [3.0] * 9)
+    plan = "dp_replicate=1 dp_shard=1 cp=1 tp=1 pp=2 ep=1 zero=0 v=1 1f1b mb=2"
+    known = {"forward": 0.2, "dp_replicate.wire": 0.05}
+    records = [profiled_rank(0, 100), profiled_rank(1, 350)]
+    found = Profile.of(records, plan=plan, predicted=known, more={"memory": {}}).to_mapping()
+    assert {each["part"]: each["seconds"] for each in found["parts"]} == pytest.approx(
+        {"forward": 0.225, "dp_replicate.late": 0.125, "dp_replicate.wire": 0.05, "other": 0.0}
+    )
+    verdict = found["verdict"]
+    assert (verdict["title"], verdict["cost"]) == ("waiting for rank 1", pytest.approx(0.625))
+    assert found["memory"] == {"measured_peak": 2 * 2**20, "fullest_rank": 1}
+    (path / "profile.json").write_text(json.dumps(found))
+    shown = io.StringIO()
+    show_profile({**found, "ranks_count": 2, "trace": None}, as_json=False, out=shown)
+    page = profile(read_run(path)).replace("&nbsp;", " ")
+    for words in (verdict["title"], verdict["evidence"]):
+        assert words in shown.getvalue()
+        assert words in page
+    for terminal, of_page in (
+        ("225.0 ms", "225 ms"),
+        ("125.0 ms", "125 ms"),
+        ("250.0 ms", "250 ms"),
+        ("56.2%", "56 %"),
+    ):
+        assert terminal in shown.getvalue()
+        assert f">{of_page}<" in page
+    assert "waiting for a late rank, 62%" in page
+    assert "rank 1, 250 ms" in page
