@@ -300,7 +300,7 @@ def test_all_limits_follow_from_the_timeout() -> None:
                     assert 0 < named <= ended <= limits.last < seconds, (phase, median, may_pass)
         assert limits.stopped < seconds
     assert LIMITS.ended("first steps", 0.0, may_pass=False) == 60.0  # a hang right after a restart
-    assert LIMITS.ended("first steps", 0.0, may_pass=False, holds_gil=True) == 15.0
+    assert LIMITS.ended("first steps", 0.0, may_pass=False, holds_gil=True) == 10.0
     assert LIMITS.ended("first steps", 0.0, may_pass=True) == 540.0
 
 

@@ -13,7 +13,7 @@ the measured steps and from `launch.timeout`.
 | blocked in the kernel (a disk, NFS) in a step   | max(3 s, 5 median steps)   | 10 times that                |
 | between two steps, where data is fetched        | max(3 s, 5 median steps)   | nine tenths of the timeout   |
 | sleeps in its first steps, without a GPU        | a twentieth of the timeout | a tenth of the timeout       |
-| the same, and holds the GIL                     | a sixtieth of the timeout  | a fortieth of the timeout    |
+| the same, and holds the GIL                     | a 120th of the timeout     | a sixtieth of the timeout    |
 | in another phase: start, first steps, save, ... | a twentieth of the timeout | nine tenths of the timeout   |
 
 A rank computes also if a process that it has started does: a compiler. A host thread that sleeps in a call of a GPU's
@@ -54,13 +54,13 @@ class Thresholds:
         """After this, a rank that holds up the others is named. `holds_gil`: it sleeps and holds the GIL."""
         if phase in (STEP, DATA):
             return min(max(3.0, 5 * median_step), self.last)
-        return max(min(3.0, self.last), self.timeout / (60 if holds_gil and phase == FIRST_STEPS else 20))
+        return max(min(3.0, self.last), self.timeout / (120 if holds_gil and phase == FIRST_STEPS else 20))
 
     def ended(self, phase: str, median_step: float, *, may_pass: bool, holds_gil: bool = False) -> float:
         """After this it is ended. `may_pass`: it computes, uses a GPU, or waits for a disk; `holds_gil`: as above."""
         if phase == FIRST_STEPS and not may_pass:  # nothing compiles: a rank hangs, as after a restart
             named = self.named(phase, median_step, holds_gil=holds_gil)
-            return max(named, self.timeout / (40 if holds_gil else 10))
+            return max(named, self.timeout / (60 if holds_gil else 10))
         if phase != STEP:
             return self.last
         return min(10 * self.named(phase, median_step) if may_pass else max(5.0, 10 * median_step), self.last)
