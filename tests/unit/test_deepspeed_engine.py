@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,27 @@ def test_wrong_arguments() -> None:
         scheduler = {"type": "WarmupLR", "params": {}}
         deepspeed.initialize(model=nn.Linear(1, 1), config={"train_batch_size": 4, "scheduler": scheduler})
     assert not torch.distributed.is_initialized()  # nothing was started
+
+
+def test_a_place_that_the_launcher_has_not_given_is_rejected() -> None:
+    """Each process would train alone."""
+    with rejects("E013", "given rank 1 of 2, and this process is rank 0 of 1"):
+        deepspeed.init_distributed("gloo", init_method="tcp://127.0.0.1:29500", rank=1, world_size=2)
+    with rejects("E013", "init_method='tcp://127.0.0.1:29500'"):
+        deepspeed.init_distributed(init_method="tcp://127.0.0.1:29500")
+    with rejects("E013", "timedelta, got 1800"):
+        deepspeed.init_distributed(timeout=1800)  # type: ignore[arg-type]
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(("minutes", "seconds"), [("", 600.0), ("45", 2700.0), ("long", 600.0)])
+def test_how_long_a_collective_may_wait(minutes: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", minutes)
+    for timeout in (None, timedelta(hours=2)):
+        deepspeed.init_distributed(timeout=timeout, rank=0, world_size=1)
+        engine, *_ = deepspeed.initialize(model=nn.Linear(3, 2), config=CONFIG)
+        assert engine.run.world.timeout == (7200.0 if timeout else seconds)
+        engine.destroy()
 
 
 def test_arguments_of_a_script() -> None:

@@ -51,11 +51,11 @@ COMPILED_OFFLOAD = {
     "offload_parameters": '"offload_param": {"device": "cpu"} of zero_optimization is the nearest',
 }
 """Switches of `compile` that change what is in the memory of a device → the nearest thing."""
-COMPILE = """
+_COMPILE = """
     enabled backend kwargs deepcompile free_activation free_activation_threshold offload_activation_pin_memory
     double_buffer symmetric_memory debug_log sync_before_reduce sync_after_reduce sync_before_allgather
     sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes
-""".split()
+"""
 """Keys of `compile`, of which the first three are of older versions."""
 
 
@@ -151,7 +151,7 @@ def _compile(reader: Reader) -> None:
     for key, fix in COMPILED_OFFLOAD.items():
         if section.flag(key):
             section.reject(key, f'"{key}": false; {fix}')
-    for key in COMPILE:
+    for key in _COMPILE.split():
         if not any(line.key == section.name(key) for line in reader.into.lines):
             section.no_effect(key, "--run.compile true compiles each block")
     section.finish()

@@ -99,8 +99,8 @@ _SPEED = """
     moe-grouped-gemm moe-permute-fusion moe-token-dispatcher-type use-precision-aware-optimizer
     moe-shared-expert-overlap fp8-recipe fp8-margin fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather
     no-overlap-p2p-communication overlap-p2p-communication-warmup-flush high-priority-stream-groups sharp-enabled-group
-    use-nccl-ub tp-comm-overlap-cfg no-persist-layer-norm overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params
-    grad-reduce-in-bf16 accumulate-allreduce-grads-in-fp32 use-torch-optimizer-for-cpu-offload
+    use-nccl-ub tp-comm-overlap-cfg no-persist-layer-norm overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads
+    no-pin-cpu-params grad-reduce-in-bf16 accumulate-allreduce-grads-in-fp32 use-torch-optimizer-for-cpu-offload
     torch-fsdp2-no-reshard-after-forward local-rank lazy-mpu-init use-cpu-initialization empty-unused-memory-level
 """
 _TRAINING = """
@@ -128,7 +128,8 @@ _FILES = """
     log-validation-ppl-to-tensorboard tensorboard-dir tensorboard-queue-size tensorboard-log-interval wandb-project
     wandb-exp-name wandb-save-dir timing-log-level profile profile-step-start profile-step-end profile-ranks
     use-pytorch-profiler log-progress one-logger-project no-one-logger
-    ckpt-fully-parallel-save dist-ckpt-format num-dataset-builder-threads no-mmap-bin-files no-create-attention-mask-in-dataloader
+    ckpt-fully-parallel-save dist-ckpt-format num-dataset-builder-threads no-mmap-bin-files
+    no-create-attention-mask-in-dataloader
 """
 NO_EFFECT = {
     **dict.fromkeys(_SPEED.split(), "shoal has its own kernels and buckets"),
