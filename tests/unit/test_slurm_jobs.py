@@ -60,7 +60,7 @@ if (( restarts > 3 )); then
 fi
 
 code=0
-srun --kill-on-bad-exit=0 --wait=60 shoal train small.yaml --optim.lr 1e-3 || code=$?
+srun --export=ALL --kill-on-bad-exit=0 --wait=60 shoal train small.yaml --optim.lr 1e-3 || code=$?
 
 # The time is nearly over, or the job is preempted. 130: the run has saved and stopped;
 # 138 and 143: USR1 or TERM came before its first step.
@@ -208,6 +208,15 @@ def test_containers(words: list[str], expected: str, folder: Path, capsys: pytes
     script = launch("slurm", "small.yaml", *GPUS, *words, capsys=capsys)["script"]
     assert expected in script
     subprocess.run(["/bin/bash", "-n"], input=script, text=True, check=True)
+
+
+def test_variables_win_over_those_of_an_image(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["small.yaml", *GPUS, "--env", "A=1", "--env", "B=x,y z"]
+    script = launch("slurm", *words, "--container", "a/b:1", capsys=capsys)["script"]
+    assert " --container-env=A,B " in script
+    assert "APPTAINERENV" not in script
+    script = launch("slurm", *words, "--container", "img.sif", capsys=capsys)["script"]
+    assert "export A=1\nexport B='x,y z'\nexport APPTAINERENV_A=1\nexport APPTAINERENV_B='x,y z'\n" in script
 
 
 @pytest.mark.parametrize(
