@@ -133,6 +133,14 @@ def test_how_long_a_collective_may_wait(minutes: str, seconds: float, monkeypatc
         engine.destroy()
 
 
+def test_parts_of_deepspeed_that_are_not_here_name_what_is() -> None:
+    with pytest.raises(AttributeError, match=r"no 'zero'; .*engine.run.weights"):
+        deepspeed.zero.Init  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no 'tuner'$"):
+        deepspeed.tuner  # noqa: B018
+    assert not hasattr(deepspeed, "comm")
+
+
 def test_arguments_of_a_script() -> None:
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     read = parser.parse_args(["--deepspeed", "--deepspeed_config", "a.json", "--local_rank", "2"])

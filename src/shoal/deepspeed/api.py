@@ -38,20 +38,21 @@ def init_distributed(
     verbose: bool = True,
     timeout: timedelta | None = None,
     init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
+    **others: Any,
 ) -> None:
     """Join the other ranks, as `deepspeed.init_distributed` does. `initialize` calls it.
 
     timeout            how long a collective may wait; the first call decides
     rank, world_size   must be those of the launcher, or of a process group that the script has made
 
-    The other arguments have no effect: the device decides on the backend, and the launcher on the address.
+    The other arguments (`dist_init_required` and `config`, too) have no effect: the device decides on the backend, and
+    the launcher on the address.
     """
+    known = ("dist_init_required", "config", "rank", "world_size")
+    if unknown := [name for name in others if name not in known]:
+        raise TypeError(f"init_distributed() got an unexpected keyword argument {unknown[0]!r}")
     _check_timeout(timeout)
-    _check_ranks(rank, world_size, init_method)
+    _check_ranks(others.get("rank", -1), others.get("world_size", -1), init_method)
     _world("auto", timeout)
 
 
