@@ -191,6 +191,20 @@ def test_settings_and_sweeps_reach_the_command(folder: Path, capsys: pytest.Capt
     subprocess.run(["/bin/bash", "-n"], input=script, text=True, check=True)
 
 
+def test_a_config_of_deepspeed_becomes_settings_of_the_command(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "zero_optimization": {"stage": 1}}
+    (folder / "ds.json").write_text(json.dumps(config))
+    words = ["small.yaml", *GPUS, "--deepspeed", "ds.json", "--optim.lr", "1e-3"]
+    script = launch("slurm", *words, capsys=capsys)["script"]
+    assert " train small.yaml --plan.mb 2 " in script
+    assert " --plan.zero 1 --data.global_batch 192 --optim.lr 1e-3 ||" in script  # of 32 ranks
+    subprocess.run(["/bin/bash", "-n"], input=script, text=True, check=True)
+    (folder / "ds.json").write_text(json.dumps({**config, "train_batch_size": 100}))
+    assert codes(launch("slurm", *words, capsys=capsys, code=2)) == ["E006"]
+
+
 @pytest.mark.parametrize("memory", ["0", "1024", "200G", "200gb", "1T"])
 def test_sizes_that_slurm_reads(memory: str) -> None:
     assert not list(SlurmSite().check(memory))

@@ -36,6 +36,9 @@ class JobOptions:
     recipe: Annotated[Path | None, tyro.conf.Positional] = None
     """A YAML file."""
 
+    deepspeed: Path | None = None
+    """A config of DeepSpeed. Its keys become settings of the command that the job runs."""
+
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
 
@@ -80,6 +83,11 @@ class JobOptions:
 
     unchecked: bool = False
     """With --submit: check the settings and the plan alone; model and data are not on this host."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes on all machines."""
+        return self.nodes * (self.ranks_per_node or self.gpus or 1)
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,10 @@ def checked_request(
     env, wrong = read_env(options.env)
     found += wrong
     seconds = None if options.time is None else found.of(read_time, options.time)
-    settings = tuple(settings_as_words(type(options), join_repeated(arguments)))
+    typed = settings_as_words(type(options), join_repeated(arguments))
+    settings = (*(word for name, value in reading.of_config for word in (f"--{name}", value)), *typed)
+    for note in reading.notes:
+        print(note, file=sys.stderr)
     sweep = found.of(read_sweep, getattr(options, "array", "")) or []
     gpus = options.gpus or 0
     ranks = options.ranks_per_node or gpus or 1
