@@ -14,6 +14,7 @@ import yaml
 from shoal.cli import main
 from tests.unit.test_slurm_jobs import GPUS, RECIPE, codes, launch, program
 
+ROOT = Path(__file__).parents[2]
 IMAGE = ["--image", "registry/shoal:1"]
 
 
@@ -55,6 +56,16 @@ def test_an_indexed_job(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
         rule["onExitCodes"]["values"] for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule
     ]
     assert ignored == [[130, 143], [2]]
+
+
+def test_the_example_is_what_its_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "examples" / "kubernetes.yaml").read_text()
+    first = text.partition("\n")[0].removeprefix("# Written by: shoal ")
+    assert main(shlex.split(first)) == 0
+    assert capsys.readouterr().out == text
 
 
 def test_the_grace_period_is_longer_than_that_of_the_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
