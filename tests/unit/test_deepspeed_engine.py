@@ -160,6 +160,22 @@ def test_schedules_begin_with_two_steps_at_the_lowest_rate() -> None:
     assert other.get_lr() == [0.0]
 
 
+def test_each_group_may_have_its_rates() -> None:
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    groups = [{"params": list(first.parameters())}, {"params": list(second.parameters())}]
+    config = {"type": "WarmupLR", "params": {"warmup_max_lr": [1.0, 0.5], "warmup_num_steps": 4}}
+    words = {**CONFIG, "scheduler": {**config, "params": {**config["params"], "warmup_type": "linear"}}}  # type: ignore
+    engine, _, _, schedule = deepspeed.initialize(
+        model=nn.Sequential(first, second), model_parameters=groups, config=words
+    )
+    for _ in range(3):
+        schedule.step()
+    assert schedule.get_last_lr() == [0.5, 0.25]
+    engine.destroy()
+    with rejects("E010", "warmup_max_lr has 3 rates, and the optimizer 1 groups"):
+        deepspeed.WarmupLR(torch.optim.SGD(first.parameters(), lr=1.0), warmup_max_lr=[1.0, 2.0, 3.0])
+
+
 def test_a_highest_rate_of_zero_is_zero() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     schedule = deepspeed.WarmupLR(optimizer, warmup_max_lr=0.0, warmup_num_steps=2)
