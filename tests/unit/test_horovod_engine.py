@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 
@@ -10,10 +11,12 @@ import pytest
 import shoal.horovod as hvd
 from shoal.errors import RunFailed
 from shoal.horovod.engine.coordinator import Coordinator
+from shoal.horovod.engine.hub import Hub
 from shoal.horovod.engine.link import accept_ranks, connect
 from shoal.horovod.engine.messages import (
     Kind,
     Request,
+    Response,
     TensorShape,
     decode_request,
     decode_response,
@@ -101,6 +104,16 @@ def test_names_that_wait_too_long_fail() -> None:
     assert not coordinator.stalled(-1.0)
     coordinator.add(0, request("w", 2))  # too late: it waits for the other rank's next one
     assert not coordinator.take()
+
+
+def test_the_stall_time_that_is_set_ends_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "60")
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0.1")
+    hub, arrived = Hub(Coordinator(2), {}), queue.SimpleQueue[Response]()
+    hub.start(arrived.put, lambda *_: None)
+    hub.submit(request("w", 2))
+    assert "for ranks [1]" in arrived.get(timeout=20).error
+    hub.close()
 
 
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.SUM, ReduceOp.AVERAGE])
