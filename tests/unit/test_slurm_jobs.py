@@ -241,6 +241,9 @@ def test_variables_win_over_those_of_an_image(folder: Path, capsys: pytest.Captu
         (["--nodes", "0"], ["J001"]),
         (["--env", "A"], ["J005"]),
         (["--array", "optim.lr"], ["J006"]),
+        (["--array", "run.dir=a,b"], ["J006"]),  # each job has a directory of its own
+        (["--ranks-per-node", "4"], ["J007"]),  # four of eight GPUs would be idle
+        (["--nproc", "4"], ["J009"]),  # a job has 32 ranks
         (["--array", "optim.lr=1,2", "--array", "optim.lr=3"], ["J006"]),
         (["--partition", "a b", "--job-name", "x y", "--sbatch", "hello"], ["J002", "J002", "J002"]),
         (["--sbatch=--constraint=a --array=0-3", "--sbatch=--arr 0-3", "--sbatch=--bb=x-array"], ["J002", "J002"]),
