@@ -164,6 +164,15 @@ def test_sizes_that_contradict_each_other() -> None:
     assert codes(translate_megatron("--num-layers 10 --num-layers-per-virtual-pipeline-stage 3")) == ["E063"]
 
 
+def test_the_batch_is_one_microbatch_on_each_data_parallel_rank_by_default() -> None:
+    text = "--tensor-model-parallel-size 2 --micro-batch-size 4"
+    found = translate_megatron(text, num_ranks=16)
+    assert found.settings["global_batch"] == 32
+    assert [line.flag for line in found.lines if line.key == "--global-batch-size"] == ["--global-batch 32"]
+    assert "global_batch" not in translate_megatron("--tensor-model-parallel-size 2", num_ranks=16).settings
+    assert "global_batch" not in translate_megatron(text).settings
+
+
 def test_the_command_takes_a_model_and_its_batch(capsys: pytest.CaptureFixture[str]) -> None:
     text = "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --global-batch-size 64 --bf16"
     words = ["plan", "--cluster", "h100:8", "--megatron", f"{text} --use-distributed-optimizer --micro-batch-size 2"]

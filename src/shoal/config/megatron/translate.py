@@ -229,11 +229,15 @@ def _recomputed(given: dict[str, list[str]], into: Translation) -> None:
 
 
 def _batch(into: Translation, num_ranks: int | None) -> None:
-    """The global batch must be a multiple of a microbatch on every data-parallel rank."""
+    """The global batch is a multiple of a microbatch on every data-parallel rank; one of them, if it is not given."""
     batch, mb, plan = into.settings.get("global_batch"), into.plan.get("mb"), into.plan
-    if num_ranks is None or batch is None or mb is None:
+    if num_ranks is None or mb is None:
         return
     ranks = max(1, num_ranks // (plan["tp"] * plan["pp"] * plan["cp"]))
+    if batch is None:
+        batch = into.settings["global_batch"] = mb * ranks
+        remark = f"the default: a microbatch on each of {ranks} data-parallel ranks"
+        into.lines.append(Line("--global-batch-size", None, f"--global-batch {batch}", remark))
     if batch % (mb * ranks):
         what = f"--global-batch-size {batch} is no multiple of --micro-batch-size {mb} x {ranks} data-parallel ranks"
         near = max(1, batch // (mb * ranks)) * mb * ranks
