@@ -164,6 +164,14 @@ def test_sizes_that_contradict_each_other() -> None:
     assert codes(translate_megatron("--num-layers 10 --num-layers-per-virtual-pipeline-stage 3")) == ["E063"]
 
 
+def test_recomputation_that_is_left_open_is_said() -> None:
+    text = "--num-layers 4 --hidden-size 64 --num-attention-heads 4"
+    said = {line.key: line.remark for line in translate_megatron(text).lines}
+    assert said["--recompute-granularity"].endswith("--recompute none")
+    lines = translate_megatron(f"{text} --recompute-granularity full").lines
+    assert [line.flag for line in lines if line.key == "--recompute-granularity"] == ["--plan.recompute full"]
+
+
 def test_the_batch_is_one_microbatch_on_each_data_parallel_rank_by_default() -> None:
     text = "--tensor-model-parallel-size 2 --micro-batch-size 4"
     found = translate_megatron(text, num_ranks=16)

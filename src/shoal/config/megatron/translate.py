@@ -217,6 +217,9 @@ def _stages(given: dict[str, list[str]], into: Translation) -> None:
 
 def _recomputed(given: dict[str, list[str]], into: Translation) -> None:
     """Whole blocks are computed again, all of them."""
+    if "recompute" not in into.plan and "hidden" in into.settings:
+        remark = "left open; Megatron-LM's default is none: --recompute none"
+        into.lines.append(Line("--recompute-granularity", None, "", remark))
     number, layers = " ".join(given.get("recompute-num-layers", [])), into.settings.get("layers")
     is_part = given.get("recompute-method") == ["block"] and number != str(layers)
     if is_part:
