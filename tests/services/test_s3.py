@@ -232,7 +232,7 @@ def test_parts_are_read_straight_into_memory_or_by_the_client(bucket: Bucket, la
     bucket.proxy.rule = staticmethod(  # type: ignore[assignment]
         lambda method, path: "cut" if "X-Amz-Signature" in path and signed() == own + 3 else None
     )
-    assert torch.equal(loaded(Store.at("s3://bucket/run"), 1), large)  # one is read again by the client
+    assert torch.equal(loaded(Store.at("s3://bucket/run"), 1), large)  # one is read again
     bucket.proxy.rule = staticmethod(  # type: ignore[assignment]
         lambda method, path: FORBIDDEN if "X-Amz-Signature" in path else None
     )

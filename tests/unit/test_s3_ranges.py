@@ -36,7 +36,7 @@ class Server(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body[: len(body) // 2] if self.way == "cuts" else body)
-        self.close_connection = self.way == "cuts"
+        self.close_connection = self.way in ("cuts", "closes")
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -92,6 +92,15 @@ def test_after_it_has_worked_a_failure_is_not_the_end(server: tuple[type[Server]
     assert not ranges.is_off
     assert [read(ranges, url, 0, 1000) for _ in range(2)] == [None, None]
     assert ranges.is_off
+
+
+def test_a_connection_that_the_server_has_closed_is_made_again(server: tuple[type[Server], SplitResult]) -> None:
+    own, url = server
+    own.way, ranges = "closes", Ranges(None)
+    for begin in range(0, 6000, 1000):
+        assert read(ranges, url, begin, 1000) == DATA[begin : begin + 1000]
+    assert len(own.connections) == 6
+    assert not ranges._num_failed
 
 
 def test_a_server_that_cannot_be_reached() -> None:

@@ -70,29 +70,39 @@ class Ranges:
         """Fill memory with a part of an object; False: the client has to read it."""
         if self.is_off:
             return False
-        connection = self._connection(url)
+        idle = self._take_idle(url)
+        # A server closes connections that wait for long, so the second attempt has a new one.
+        if (idle is not None and self._read(idle, url, begin, view)) or self._read(_new(url), url, begin, view):
+            self._num_failed, self.has_worked = 0, True
+            return True
+        self._num_failed += 1
+        return False
+
+    def _read(self, connection: http.client.HTTPConnection, url: SplitResult, begin: int, view: memoryview) -> bool:
         try:
             is_read = _fill(connection, url, begin, view)
         except (OSError, http.client.HTTPException):
             is_read = False
         if is_read:
-            self._num_failed, self.has_worked = 0, True
             with self._lock:
                 self._idle.append(((url.scheme, url.netloc), connection))
         else:
-            self._num_failed += 1
             connection.close()
         return is_read
 
-    def _connection(self, url: SplitResult) -> http.client.HTTPConnection:
-        """An idle connection to that server, or a new one."""
+    def _take_idle(self, url: SplitResult) -> http.client.HTTPConnection | None:
+        """An idle connection to that server."""
         with self._lock:
             for number, (place, connection) in enumerate(self._idle):
                 if place == (url.scheme, url.netloc):
                     del self._idle[number]
                     return connection
-        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        return kind(url.hostname or "", url.port, timeout=SECONDS_TO_CONNECT)
+        return None
+
+
+def _new(url: SplitResult) -> http.client.HTTPConnection:
+    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    return kind(url.hostname or "", url.port, timeout=SECONDS_TO_CONNECT)
 
 
 def _fill(connection: http.client.HTTPConnection, url: SplitResult, begin: int, view: memoryview) -> bool:
