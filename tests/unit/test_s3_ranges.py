@@ -42,8 +42,11 @@ class Server(BaseHTTPRequestHandler):
         pass
 
 
+Own = tuple[type[Server], SplitResult]
+
+
 @pytest.fixture
-def server() -> Iterator[tuple[type[Server], SplitResult]]:
+def server() -> Iterator[Own]:
     own = type("Own", (Server,), {"connections": set()})
     with ThreadingHTTPServer(("127.0.0.1", 0), own) as found:
         thread = threading.Thread(target=found.serve_forever)
@@ -53,6 +56,16 @@ def server() -> Iterator[tuple[type[Server], SplitResult]]:
         thread.join()
 
 
+@pytest.fixture
+def ranges() -> Iterator[Ranges]:
+    found = Ranges(None)
+    assert found.open("bucket/a") is None  # no client signs here
+    found._num_failed = 0
+    yield found
+    found.close()
+    assert not found._idle
+
+
 def read(ranges: Ranges, url: SplitResult, begin: int, size: int) -> bytes | None:
     """The bytes; None: the client has to read them."""
     target = bytearray(size)
@@ -60,22 +73,19 @@ def read(ranges: Ranges, url: SplitResult, begin: int, size: int) -> bytes | Non
 
 
 @pytest.mark.parametrize("way", ["as S3", "as rclone"])
-def test_parts_arrive_over_one_connection(server: tuple[type[Server], SplitResult], way: str) -> None:
+def test_parts_arrive_over_one_connection(server: Own, ranges: Ranges, way: str) -> None:
     own, url = server
-    own.way, ranges = way, Ranges(None)
+    own.way = way
     for begin, size in ((0, 100_000), (123, 1), (len(DATA) - 7, 7), (0, len(DATA))):
         assert read(ranges, url, begin, size) == DATA[begin : begin + size]
     assert len(own.connections) == 1
     assert ranges.has_worked
-    ranges._num_open = 1
-    ranges.close()
-    assert not ranges._idle
 
 
 @pytest.mark.parametrize("way", ["rejects", "all of it", "cuts"])
-def test_a_server_that_does_otherwise_is_left_to_the_client(server: tuple[type[Server], SplitResult], way: str) -> None:
+def test_a_server_that_does_otherwise_is_left_to_the_client(server: Own, ranges: Ranges, way: str) -> None:
     own, url = server
-    own.way, ranges = way, Ranges(None)
+    own.way = way
     assert read(ranges, url, 0, 1000) is None
     assert ranges.is_off  # the first failed: it never works here
     own.way = "as S3"
@@ -83,9 +93,8 @@ def test_a_server_that_does_otherwise_is_left_to_the_client(server: tuple[type[S
     assert len(own.connections) == 1
 
 
-def test_after_it_has_worked_a_failure_is_not_the_end(server: tuple[type[Server], SplitResult]) -> None:
+def test_after_it_has_worked_a_failure_is_not_the_end(server: Own, ranges: Ranges) -> None:
     own, url = server
-    ranges = Ranges(None)
     for way, is_read in (("as S3", True), ("cuts", False), ("cuts", False), ("as S3", True), ("cuts", False)):
         own.way = way
         assert (read(ranges, url, 5, 1000) == DATA[5:1005]) == is_read
@@ -94,19 +103,18 @@ def test_after_it_has_worked_a_failure_is_not_the_end(server: tuple[type[Server]
     assert ranges.is_off
 
 
-def test_a_connection_that_the_server_has_closed_is_made_again(server: tuple[type[Server], SplitResult]) -> None:
+def test_a_connection_that_the_server_has_closed_is_made_again(server: Own, ranges: Ranges) -> None:
     own, url = server
-    own.way, ranges = "closes", Ranges(None)
+    own.way = "closes"
     for begin in range(0, 6000, 1000):
         assert read(ranges, url, begin, 1000) == DATA[begin : begin + 1000]
     assert len(own.connections) == 6
     assert not ranges._num_failed
 
 
-def test_a_server_that_cannot_be_reached() -> None:
+def test_a_server_that_cannot_be_reached(ranges: Ranges) -> None:
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
-    ranges = Ranges(None)
     assert read(ranges, urlsplit(f"http://127.0.0.1:{port}/a"), 0, 10) is None
     assert ranges.is_off
 
