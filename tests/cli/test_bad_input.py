@@ -67,6 +67,7 @@ CASES = {
     "recipe is no YAML": ("train broken.yaml", "R021", "broken.yaml is not valid YAML", "correct the line"),
     "unknown keys in YAML": ("train typos.yaml", "R011", "3 problems in typos.yaml", "optim.weight_decay"),
     "unknown key": ("train --optim.lrr 3", "R011", "unknown key 'optim.lrr'", "optim.lr"),
+    "an option of another verb": ("verify --deepspeed ds.json", "R005", "no option --deepspeed", "for the verb train"),
     "a key of other systems": ("train --learning-rate 3", "R005", "there is no option --learning-rate", "optim.lr"),
     "lr -1": ("train --optim.lr -1", "R013", "optim.lr must be greater than 0, got -1", "optim.lr"),
     "lr is a word": ("train --optim.lr=fast", "R013", "got 'fast'", "optim.lr"),

@@ -217,6 +217,30 @@ def test_a_large_shard_is_sent_in_parts_several_at_a_time(bucket: Bucket, large:
     assert store.take_notes() == []
 
 
+def test_parts_are_read_straight_into_memory_or_by_the_client(bucket: Bucket, large: torch.Tensor) -> None:
+    store = Store.at("s3://bucket/run")
+    save(store, 1, large)
+
+    def signed() -> int:
+        return sum(method == "GET" and "X-Amz-Signature" in path for method, path in bucket.proxy.seen)
+
+    assert torch.equal(loaded(store, 1), large)
+    own = signed()
+    assert own >= 5  # 80 MiB by 16, and the header
+    assert store.take_notes() == []
+
+    bucket.proxy.rule = staticmethod(  # type: ignore[assignment]
+        lambda method, path: "cut" if "X-Amz-Signature" in path and signed() == own + 3 else None
+    )
+    assert torch.equal(loaded(Store.at("s3://bucket/run"), 1), large)  # one is read again
+    bucket.proxy.rule = staticmethod(  # type: ignore[assignment]
+        lambda method, path: FORBIDDEN if "X-Amz-Signature" in path else None
+    )
+    own = signed()
+    assert torch.equal(loaded(Store.at("s3://bucket/run"), 1), large)
+    assert signed() <= own + 8  # those that were under way when the first was rejected
+
+
 def test_a_connection_that_is_cut_is_made_again(bucket: Bucket, large: torch.Tensor) -> None:
     cut: list[str] = []
 

@@ -230,6 +230,20 @@ def test_an_array_is_a_sweep(cluster: Cluster, folder: Path) -> None:
     assert first[5] != second[5]
 
 
+def test_variables_reach_ranks_of_a_job_that_is_submitted_without_an_environment(
+    cluster: Cluster, folder: Path
+) -> None:
+    (folder / "saying").write_text('#!/bin/bash\necho "$A ${#SHOAL_KEY}" > "$SLURM_PROCID.said"\n')
+    (folder / "saying").chmod(0o755)
+    (folder / "jobs").mkdir()
+    spec = JobSpec(name="small", words=(), program=("./saying",), nodes=2, env={"A": "one two"})
+    site = SlurmSite(extra=("--export=NONE",))
+    (folder / "job").write_text(render(spec, site, directory=str(folder), command="", mark="shoal:0"))
+    cluster.call("sbatch", "--parsable", str(folder / "job"))
+    until(lambda: not cluster.call("squeue", "--noheader"), 60, lambda: cluster.call("squeue"))
+    assert [(folder / f"{rank}.said").read_text() for rank in range(2)] == ["one two 64\n"] * 2
+
+
 def test_a_job_of_an_array_that_requeues_itself_leaves_the_others_alone(cluster: Cluster, folder: Path) -> None:
     """The rendered script, with a program in the place of shoal: the job with the number of the array stops once."""
     stopping = (

@@ -212,6 +212,27 @@ SHAPES = [
         },
         "mb=4 fp32",
     ),
+    Shape(
+        "fp16 switched off",
+        {**BATCH, "fp16": {"enabled": False, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2}},
+        "mb=4 fp32",
+    ),
+    Shape("ZeRO as in 2019", {**BATCH, "zero_optimization": True}, "dp_replicate=1 zero=1 mb=4"),
+    Shape("no ZeRO as in 2019", {**BATCH, "zero_optimization": False}, "dp_shard=1 zero=0 mb=4"),
+    Shape(
+        "compression switched off",
+        {
+            **BATCH,
+            "compression_training": {
+                "weight_quantization": {
+                    "shared_parameters": {"enabled": False, "schedule_offset": 0},
+                    "different_groups": {"wq1": {"params": {"start_bits": 8}, "modules": ["*"]}},
+                },
+                "layer_reduction": {"enabled": False, "keep_number_layer": 5},
+            },
+        },
+        "mb=4",
+    ),
     Shape("compiled", {**BATCH, "compile": {"deepcompile": True}}, "mb=4", {"run.compile": True}),
     Shape(
         "optimizer on NVMe",
@@ -266,5 +287,24 @@ SHAPES = [
         "curriculum", {**BATCH, "curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"}}, codes=("E008",)
     ),
     Shape("words for numbers", {"train_batch_size": "64", "gradient_clipping": True}, codes=("E005", "E005")),
+    Shape("steps alone", {"gradient_accumulation_steps": 4, "optimizer": adamw()}, codes=("E007",)),
+    Shape(
+        "compression",
+        {
+            **BATCH,
+            "compression_training": {
+                "weight_quantization": {
+                    "shared_parameters": {"enabled": True},
+                    "different_groups": {"wq1": {"params": {"start_bits": 8}}},
+                }
+            },
+        },
+        codes=("E008",),
+    ),
+    Shape(
+        "offload by the compiler",
+        {**BATCH, "compile": {"deepcompile": True, "offload_opt_states": True, "offload_activations": True}},
+        codes=("E004", "E008"),
+    ),
     Shape("sparse", {**BATCH, "sparse_gradients": True, "sparse_attention": {"mode": "fixed"}}, codes=("E008", "E008")),
 ]

@@ -193,6 +193,16 @@ def test_gradients_are_rounded_as_deepspeed_does_at_stage_zero_in_bf16() -> None
     assert not rounds()
 
 
+def test_what_a_plan_chooses_is_said() -> None:
+    """DeepSpeed has defaults for it, and the planner none."""
+    said = {line.key: line.remark for line in translated({"train_batch_size": 8}, "plan").lines}
+    assert said["zero_optimization"].endswith("stage 0: --zero 0")
+    assert "fp32" in said["bf16"]
+    config = {"train_batch_size": 8, "zero_optimization": {"stage": 1}, "fp16": {"enabled": True}}
+    for target in ("plan", "train"):
+        assert not {"zero_optimization", "bf16"} & {line.key for line in translated(config, target).lines}
+
+
 def test_data_types() -> None:
     config = {"train_batch_size": 8, "bf16": {"enabled": True}}
     types = {"param_dtype": "fp32", "buffer_dtype": "bf16", "keep_in_fp32_modules": "auto", "grad_dtype": "fp32"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,35 @@ def test_wrong_arguments() -> None:
     assert not torch.distributed.is_initialized()  # nothing was started
 
 
+def test_a_place_that_the_launcher_has_not_given_is_rejected() -> None:
+    """Each process would train alone."""
+    with rejects("E013", "given rank 1 of 2, and this process is rank 0 of 1"):
+        deepspeed.init_distributed("gloo", init_method="tcp://127.0.0.1:29500", rank=1, world_size=2)
+    with rejects("E013", "init_method='tcp://127.0.0.1:29500'"):
+        deepspeed.init_distributed(init_method="tcp://127.0.0.1:29500")
+    with rejects("E013", "timedelta, got 1800"):
+        deepspeed.init_distributed(timeout=1800)  # type: ignore[arg-type]
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(("minutes", "seconds"), [("", 600.0), ("45", 2700.0), ("long", 600.0)])
+def test_how_long_a_collective_may_wait(minutes: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", minutes)
+    for timeout in (None, timedelta(hours=2)):
+        deepspeed.init_distributed(timeout=timeout, rank=0, world_size=1)
+        engine, *_ = deepspeed.initialize(model=nn.Linear(3, 2), config=CONFIG)
+        assert engine.run.world.timeout == (7200.0 if timeout else seconds)
+        engine.destroy()
+
+
+def test_parts_of_deepspeed_that_are_not_here_name_what_is() -> None:
+    with pytest.raises(AttributeError, match=r"no 'zero'; .*engine.run.weights"):
+        deepspeed.zero.Init  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no 'tuner'$"):
+        deepspeed.tuner  # noqa: B018
+    assert not hasattr(deepspeed, "comm")
+
+
 def test_arguments_of_a_script() -> None:
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     read = parser.parse_args(["--deepspeed", "--deepspeed_config", "a.json", "--local_rank", "2"])
@@ -128,6 +158,22 @@ def test_schedules_begin_with_two_steps_at_the_lowest_rate() -> None:
     other = deepspeed.WarmupDecayLR(optimizer, 8, warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear")
     other.load_state_dict(schedule.state_dict())
     assert other.get_lr() == [0.0]
+
+
+def test_each_group_may_have_its_rates() -> None:
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    groups = [{"params": list(first.parameters())}, {"params": list(second.parameters())}]
+    config = {"type": "WarmupLR", "params": {"warmup_max_lr": [1.0, 0.5], "warmup_num_steps": 4}}
+    words = {**CONFIG, "scheduler": {**config, "params": {**config["params"], "warmup_type": "linear"}}}  # type: ignore
+    engine, _, _, schedule = deepspeed.initialize(
+        model=nn.Sequential(first, second), model_parameters=groups, config=words
+    )
+    for _ in range(3):
+        schedule.step()
+    assert schedule.get_last_lr() == [0.5, 0.25]
+    engine.destroy()
+    with rejects("E010", "warmup_max_lr has 3 rates, and the optimizer 1 groups"):
+        deepspeed.WarmupLR(torch.optim.SGD(first.parameters(), lr=1.0), warmup_max_lr=[1.0, 2.0, 3.0])
 
 
 def test_a_highest_rate_of_zero_is_zero() -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 
 import pytest
 
+import shoal.horovod as hvd
 from shoal.errors import RunFailed
 from shoal.horovod.engine.coordinator import Coordinator
+from shoal.horovod.engine.hub import Hub
 from shoal.horovod.engine.link import accept_ranks, connect
 from shoal.horovod.engine.messages import (
     Kind,
     Request,
+    Response,
     TensorShape,
     decode_request,
     decode_response,
     encode,
 )
+from shoal.horovod.reduce_ops import ReduceOp
 
 
 def request(name: str, *shape: int, kind: Kind = Kind.ALLREDUCE, **details: object) -> Request:
@@ -84,6 +89,54 @@ def test_stalled_names_are_reported_once() -> None:
     coordinator.add(1, request("w", 2))
     assert coordinator.stalled(-1.0) == ["w: ready on ranks [1], missing on ranks [0]"]
     assert coordinator.stalled(-1.0) == []
+
+
+def test_names_that_wait_too_long_fail() -> None:
+    coordinator = Coordinator(2)
+    coordinator.add(1, request("w", 2))
+    coordinator.expire(60.0)
+    assert not coordinator.take()
+    coordinator.expire(-1.0)
+    [response] = coordinator.take()
+    assert response.names == ("w",)
+    assert "H005" in response.error
+    assert "for ranks [0]" in response.error
+    assert not coordinator.stalled(-1.0)
+    coordinator.add(0, request("w", 2))  # too late: it waits for the other rank's next one
+    assert not coordinator.take()
+
+
+def test_the_stall_time_that_is_set_ends_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "60")
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0.1")
+    hub, arrived = Hub(Coordinator(2), {}), queue.SimpleQueue[Response]()
+    hub.start(arrived.put, lambda *_: None)
+    hub.submit(request("w", 2))
+    assert "for ranks [1]" in arrived.get(timeout=20).error
+    hub.close()
+
+
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.SUM, ReduceOp.AVERAGE])
+def test_joined_ranks_have_no_zero_for_other_reductions_than_sums(op: ReduceOp) -> None:
+    coordinator = Coordinator(2)
+    coordinator.add(0, Request(kind=Kind.JOIN, name="join"))
+    coordinator.add(1, request("w", 2, op=int(op)))
+    [response] = coordinator.take()
+    is_sum = op in (ReduceOp.SUM, ReduceOp.AVERAGE)
+    assert (response.error == "") == is_sum
+    assert response.is_mismatch != is_sum
+    assert is_sum or f"op={op.name} 'w' needs every rank, but rank 0 has called join()" in response.error
+
+
+def test_variables_without_effect_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOROVOD_TIMELINE", "/tmp/timeline.json")
+    monkeypatch.setenv("HOROVOD_AUTOTUNE", "0")
+    hvd.init()
+    hvd.shutdown()
+    told = capsys.readouterr().err
+    assert "no effect here: HOROVOD_TIMELINE (" in told
 
 
 def test_messages_survive_json_and_nothing_else_is_read() -> None:

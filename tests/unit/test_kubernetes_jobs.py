@@ -14,6 +14,7 @@ import yaml
 from shoal.cli import main
 from tests.unit.test_slurm_jobs import GPUS, RECIPE, codes, launch, program
 
+ROOT = Path(__file__).parents[2]
 IMAGE = ["--image", "registry/shoal:1"]
 
 
@@ -55,6 +56,16 @@ def test_an_indexed_job(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
         rule["onExitCodes"]["values"] for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule
     ]
     assert ignored == [[130, 143], [2]]
+
+
+def test_the_example_is_what_its_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "examples" / "kubernetes.yaml").read_text()
+    first = text.partition("\n")[0].removeprefix("# Written by: shoal ")
+    assert main(shlex.split(first)) == 0
+    assert capsys.readouterr().out == text
 
 
 def test_the_grace_period_is_longer_than_that_of_the_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,16 +187,21 @@ def test_jobs_are_listed_and_deleted(folder: Path, capsys: pytest.CaptureFixture
 
 
 def test_files_for_clouds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["small.yaml", *GPUS, "--accelerator", "H100", "--setup", "pip install shoal", "--time", "60"]
+    words = ["small.yaml", *GPUS, "--accelerator", "H100", "--setup", "pip install shoal"]
+    words += ["--memory", "200G", "--cpus", "4"]
     sky = yaml.safe_load(launch("skypilot", *words, capsys=capsys)["file"])
     assert (sky["num_nodes"], sky["resources"]["accelerators"], sky["secrets"]) == (4, "H100:8", {"SHOAL_KEY": None})
     assert sky["run"].startswith("shoal launch node small.yaml --nodes 4 --slots 8 ")
-    stack = yaml.safe_load(launch("dstack", *words, capsys=capsys)["file"])
+    assert (sky["resources"]["memory"], sky["resources"]["cpus"]) == ("200+", "32+")
+    stack = yaml.safe_load(launch("dstack", *words, "--time", "60", capsys=capsys)["file"])
+    assert (stack["resources"]["memory"], stack["resources"]["cpu"]) == ("200GB..", "32..")
     assert (stack["nodes"], stack["resources"]["gpu"], stack["max_duration"]) == (4, "H100:8", "60m")
     assert stack["files"] == ["small.yaml"]
     assert stack["commands"][-1].endswith('--rank $DSTACK_NODE_RANK --master "$DSTACK_MASTER_NODE_IP"')
     assert codes(launch("skypilot", "small.yaml", *GPUS, "--submit", capsys=capsys, code=2)) == ["J026", "J027"]
     assert codes(launch("dstack", *words, "--max-requeues", "3", capsys=capsys, code=2)) == ["J009"]
+    assert codes(launch("skypilot", *words, "--time", "60", capsys=capsys, code=2)) == ["J009"]
+    assert codes(launch("dstack", *words[:-4], "--memory", "1.5Gi", capsys=capsys, code=2)) == ["J021"]
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,51 @@ def test_every_problem_is_reported_by_name() -> None:
     assert "--lr is given twice: 1e-3 and 2e-3" in written
 
 
+@pytest.mark.parametrize(
+    "flag", ["--bf16", "--sequence-parallel", "--use-distributed-optimizer", "--swiglu", "--use-megatron-fsdp"]
+)
+def test_a_switch_has_no_value(flag: str) -> None:
+    """It is on by being there: `--bf16 false` would switch it on."""
+    for text in (f"{flag} false --num-layers 4", f"{flag}=0"):
+        [problem] = translate_megatron(text).problems
+        assert (problem.code, problem.what.split(",")[0]) == ("E061", f"{flag} takes no value")
+
+
+@pytest.mark.parametrize("text", ["-tp 2", "tensor-model-parallel-size 2", "pretrain_gpt.py"])
+def test_words_without_an_argument_are_rejected(text: str) -> None:
+    [problem] = translate_megatron(text).problems
+    assert problem.code == "E061"
+    assert repr(text) in problem.what
+
+
+def test_a_command_with_its_launcher_and_continued_lines() -> None:
+    text = """torchrun --nnodes 2 --nproc-per-node=8 pretrain_gpt.py \\
+        --tensor-model-parallel-size 2 \\
+        --micro-batch-size 4"""
+    assert plan_of(text) == str(Plan.parse("dp_shard=1 cp=1 tp=2 pp=1 zero=0 mb=4"))
+    found = translate_megatron("--tensor-model-parallel-size 2 --config-logger-dir a.py --bf16")
+    assert codes(found) == ["E060"]  # a value that looks like a script hides nothing before it
+    assert (found.plan["tp"], found.plan["precision"]) == (2, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("text", "zero"),
+    [
+        ("--data-parallel-sharding-strategy optim_grads_params", 0),  # which Megatron-LM does not read then
+        ("--data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer", 1),
+        ("--data-parallel-sharding-strategy no_shard --use-distributed-optimizer --use-megatron-fsdp", 0),
+        ("--data-parallel-sharding-strategy optim --use-custom-fsdp", 1),
+        ("--use-distributed-optimizer --use-custom-fsdp", 3),
+    ],
+)
+def test_what_megatron_fsdp_shards(text: str, zero: int) -> None:
+    found = translate_megatron(text)
+    assert not found.problems
+    assert found.plan["zero"] == zero
+    assert {line.flag for line in found.lines if line.flag} <= {f"--plan.zero {zero}"}
+    assert codes(translate_megatron("--use-megatron-fsdp --data-parallel-sharding-strategy all")) == ["E062"]
+
+
 def test_sizes_that_contradict_each_other() -> None:
     text = "--tensor-model-parallel-size 2 --micro-batch-size 4 --global-batch-size 100"
     [problem] = translate_megatron(text, num_ranks=16).problems
@@ -117,6 +162,23 @@ def test_sizes_that_contradict_each_other() -> None:
     assert "100 is no multiple of --micro-batch-size 4 x 8 data-parallel ranks" in problem.what
     assert "--global-batch-size 96" in problem.fix
     assert codes(translate_megatron("--num-layers 10 --num-layers-per-virtual-pipeline-stage 3")) == ["E063"]
+
+
+def test_recomputation_that_is_left_open_is_said() -> None:
+    text = "--num-layers 4 --hidden-size 64 --num-attention-heads 4"
+    said = {line.key: line.remark for line in translate_megatron(text).lines}
+    assert said["--recompute-granularity"].endswith("--recompute none")
+    lines = translate_megatron(f"{text} --recompute-granularity full").lines
+    assert [line.flag for line in lines if line.key == "--recompute-granularity"] == ["--plan.recompute full"]
+
+
+def test_the_batch_is_one_microbatch_on_each_data_parallel_rank_by_default() -> None:
+    text = "--tensor-model-parallel-size 2 --micro-batch-size 4"
+    found = translate_megatron(text, num_ranks=16)
+    assert found.settings["global_batch"] == 32
+    assert [line.flag for line in found.lines if line.key == "--global-batch-size"] == ["--global-batch 32"]
+    assert "global_batch" not in translate_megatron("--tensor-model-parallel-size 2", num_ranks=16).settings
+    assert "global_batch" not in translate_megatron(text).settings
 
 
 def test_the_command_takes_a_model_and_its_batch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,22 @@ def test_states_in_files_make_the_same_updates(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "the files have no name"
 
 
+def test_a_rank_without_a_row_of_a_tensor_keeps_states_in_files(tmp_path: Path) -> None:
+    """Of a bias with one row, only one rank has a shard."""
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(2))]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    copies = HostCopies(optimizer, lambda one: one, folder=str(tmp_path))
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        copies.step()
+        assert copies.files is not None
+        here = optimizer.param_groups[0]["params"]
+        held = [copies.files.holds(optimizer.state[parameter]["exp_avg"]) for parameter in here]
+        assert held == [True, False, True]
+    assert all((parameter < 1).all() for parameter in parameters)
+
+
 def test_states_that_are_loaded_go_to_files(tmp_path: Path) -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)

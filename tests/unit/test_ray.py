@@ -39,11 +39,18 @@ class FailureConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    num_to_keep: int | None = None
+    checkpoint_score_attribute: str | None = None
+
+
+@dataclass
 class RunConfig:
     name: str = "given"
     storage_path: str = "storage"
     storage_filesystem: Any = None
     failure_config: FailureConfig = field(default_factory=FailureConfig)
+    checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 @dataclass
@@ -148,6 +155,14 @@ def test_defaults_come_from_the_recipe(reports: list[Any], tmp_path: Path) -> No
     assert given.failure_config.max_failures == 0
     kept = shoal.ray.Trainer(path, run_config=RunConfig(failure_config=FailureConfig(2)))
     assert kept.run_config.failure_config.max_failures == 2
+
+
+def test_settings_of_ray_for_checkpoints_are_not_ignored(reports: list[Any]) -> None:
+    with rejects("Y012", "num_to_keep=2", "'checkpoint.keep': 2"):
+        shoal.ray.Trainer(SMALL, run_config=RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=2)))
+    with rejects("Y012", "checkpoint_score_attribute='loss'"):
+        shoal.ray.Trainer(SMALL, run_config=RunConfig(checkpoint_config=CheckpointConfig(None, "loss")))
+    shoal.ray.Trainer(lambda: None, run_config=RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=2)))
 
 
 def test_a_run_is_below_the_storage_path(reports: list[Any], tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ if (( restarts > 3 )); then
 fi
 
 code=0
-srun --kill-on-bad-exit=0 --wait=60 shoal train small.yaml --optim.lr 1e-3 || code=$?
+srun --export=ALL --kill-on-bad-exit=0 --wait=60 shoal train small.yaml --optim.lr 1e-3 || code=$?
 
 # The time is nearly over, or the job is preempted. 130: the run has saved and stopped;
 # 138 and 143: USR1 or TERM came before its first step.
@@ -191,6 +191,20 @@ def test_settings_and_sweeps_reach_the_command(folder: Path, capsys: pytest.Capt
     subprocess.run(["/bin/bash", "-n"], input=script, text=True, check=True)
 
 
+def test_a_config_of_deepspeed_becomes_settings_of_the_command(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "zero_optimization": {"stage": 1}}
+    (folder / "ds.json").write_text(json.dumps(config))
+    words = ["small.yaml", *GPUS, "--deepspeed", "ds.json", "--optim.lr", "1e-3"]
+    script = launch("slurm", *words, capsys=capsys)["script"]
+    assert " train small.yaml --plan.mb 2 " in script
+    assert " --plan.zero 1 --data.global_batch 192 --optim.lr 1e-3 ||" in script  # of 32 ranks
+    subprocess.run(["/bin/bash", "-n"], input=script, text=True, check=True)
+    (folder / "ds.json").write_text(json.dumps({**config, "train_batch_size": 100}))
+    assert codes(launch("slurm", *words, capsys=capsys, code=2)) == ["E006"]
+
+
 @pytest.mark.parametrize("memory", ["0", "1024", "200G", "200gb", "1T"])
 def test_sizes_that_slurm_reads(memory: str) -> None:
     assert not list(SlurmSite().check(memory))
@@ -210,6 +224,15 @@ def test_containers(words: list[str], expected: str, folder: Path, capsys: pytes
     subprocess.run(["/bin/bash", "-n"], input=script, text=True, check=True)
 
 
+def test_variables_win_over_those_of_an_image(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["small.yaml", *GPUS, "--env", "A=1", "--env", "B=x,y z"]
+    script = launch("slurm", *words, "--container", "a/b:1", capsys=capsys)["script"]
+    assert " --container-env=A,B " in script
+    assert "APPTAINERENV" not in script
+    script = launch("slurm", *words, "--container", "img.sif", capsys=capsys)["script"]
+    assert "export A=1\nexport B='x,y z'\nexport APPTAINERENV_A=1\nexport APPTAINERENV_B='x,y z'\n" in script
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -218,6 +241,9 @@ def test_containers(words: list[str], expected: str, folder: Path, capsys: pytes
         (["--nodes", "0"], ["J001"]),
         (["--env", "A"], ["J005"]),
         (["--array", "optim.lr"], ["J006"]),
+        (["--array", "run.dir=a,b"], ["J006"]),  # each job has a directory of its own
+        (["--ranks-per-node", "4"], ["J007"]),  # four of eight GPUs would be idle
+        (["--nproc", "4"], ["J009"]),  # a job has 32 ranks
         (["--array", "optim.lr=1,2", "--array", "optim.lr=3"], ["J006"]),
         (["--partition", "a b", "--job-name", "x y", "--sbatch", "hello"], ["J002", "J002", "J002"]),
         (["--sbatch=--constraint=a --array=0-3", "--sbatch=--arr 0-3", "--sbatch=--bb=x-array"], ["J002", "J002"]),

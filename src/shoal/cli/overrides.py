@@ -48,8 +48,7 @@ def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[
     config: Path | None = getattr(options, "deepspeed", None)
     if config is None:
         return options, _of_verb(read_recipe(path, overrides, problems), prog)
-    hosts = bool(getattr(options, "hosts", None))
-    return options, _of_verb(_read_below(config, path, overrides, problems, several_hosts=hosts), prog)
+    return options, _of_verb(_read_below(options, path, overrides, problems), prog)
 
 
 def _of_verb(reading: RecipeReading, prog: str) -> RecipeReading:
@@ -59,16 +58,19 @@ def _of_verb(reading: RecipeReading, prog: str) -> RecipeReading:
 
 
 def _read_below(
-    config: Path, recipe: Path | None, overrides: list[tuple[str, str]], problems: list[Problem], *, several_hosts: bool
+    options: Any, recipe: Path | None, overrides: list[tuple[str, str]], problems: list[Problem]
 ) -> RecipeReading:
     """The recipe, with a config of DeepSpeed above it and the settings of the command line above both."""
     from shoal.cli.other_systems.deepspeed import LOSS, translated_for_recipe
     from shoal.cli.other_systems.table import table
 
-    found = translated_for_recipe(config, recipe, overrides, several_hosts=several_hosts)
+    config: Path = options.deepspeed
+    hosts, ranks = bool(getattr(options, "hosts", None)), getattr(options, "num_ranks", None)
+    found = translated_for_recipe(config, recipe, overrides, several_hosts=hosts, ranks=ranks)
     reading = read_recipe(recipe, [*found.overrides(), *overrides], [*problems, *found.problems])
     note = f"{table(str(config), found.lines, [key for key, _ in overrides])}\n  {LOSS}"
-    return replace(reading, notes=(*reading.notes, note), translated=tuple(line.to_mapping() for line in found.lines))
+    lines = tuple(line.to_mapping() for line in found.lines)
+    return replace(reading, notes=(*reading.notes, note), translated=lines, of_config=tuple(found.overrides()))
 
 
 def settings_as_words(kind: type[Any], arguments: Sequence[str]) -> list[str]:
@@ -100,6 +102,8 @@ def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[
             elif not equals and words and not words[0].startswith("--"):
                 equals, value = "=", words.pop(0)
             if instead := _of_another_system(name, value):
+                if instead.partition(" ")[0] == f"--{name}":  # of `shoal train`, and not of this verb
+                    instead = f"{instead} for the verb train, which lists the settings to type here"
                 problems.append(Problem("R005", f"there is no option --{name}", instead))
                 continue
             if not equals and not _may_stand_alone(name):

@@ -53,6 +53,8 @@ class RecipeReading:
     """Sentences about keys of the file that the command line overrides as a whole. The verb prints them."""
     translated: tuple[Mapping[str, Any], ...] = ()
     """The keys of another system's config, each with its setting."""
+    of_config: tuple[tuple[str, str], ...] = ()
+    """The settings of that config, in words of the command line."""
 
     def with_problems(self, problems: Iterable[Problem]) -> RecipeReading:
         """Add problems of the command that have nothing to do with the recipe."""

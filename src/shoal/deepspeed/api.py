@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from shoal.comm.rendezvous.launcher_environment import read_environment
-from shoal.comm.world import World
+from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
+from shoal.comm.world import ALONE, World
 from shoal.config.deepspeed.translate import translate
 from shoal.config.deepspeed.translation import Translation
 from shoal.deepspeed import build
@@ -26,9 +27,59 @@ _worlds: list[World] = []
 """The ranks that `init_distributed` has gathered, for `initialize`."""
 
 
-def init_distributed(*_: Any, **__: Any) -> None:
-    """Join the other ranks, as `deepspeed.init_distributed` does. `initialize` calls it."""
-    _world("auto")
+TIMEOUT = timedelta(minutes=10)
+"""How long a collective may wait, if neither a script nor DEEPSPEED_TIMEOUT (minutes) says it; as in DeepSpeed."""
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    **others: Any,
+) -> None:
+    """Join the other ranks, as `deepspeed.init_distributed` does. `initialize` calls it.
+
+    timeout            how long a collective may wait; the first call decides
+    rank, world_size   must be those of the launcher, or of a process group that the script has made
+
+    The other arguments (`dist_init_required` and `config`, too) have no effect: the device decides on the backend, and
+    the launcher on the address.
+    """
+    known = ("dist_init_required", "config", "rank", "world_size")
+    if unknown := [name for name in others if name not in known]:
+        raise TypeError(f"init_distributed() got an unexpected keyword argument {unknown[0]!r}")
+    _check_timeout(timeout)
+    _check_ranks(others.get("rank", -1), others.get("world_size", -1), init_method)
+    _world("auto", timeout)
+
+
+def _check_timeout(timeout: Any) -> None:
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
+        what = f"timeout must be a positive timedelta, got {timeout!r:.80}"
+        raise ShoalError(what, fix="timeout=datetime.timedelta(minutes=30)", code="E013")
+
+
+def _check_ranks(rank: int, size: int, init_method: str | None) -> None:
+    """Reject a place that is another than the launcher's: without one, each process would train alone."""
+    own = (dist.get_rank() if dist.is_initialized() else _placement().rank), _num_ranks()
+    asked = (own[0] if rank < 0 else rank), (own[1] if size < 1 else size)
+    is_alone = init_method not in (None, "env://") and size < 1 and own[1] == 1
+    if asked == own and not is_alone:
+        return
+    place = f"rank {own[0]} of {own[1]}"
+    given = f"init_method={init_method!r}" if asked == own else f"rank {asked[0]} of {asked[1]}"
+    raise ShoalError(
+        f"init_distributed was given {given}, and this process is {place}",
+        fix="torchrun script.py, without these arguments; or torch.distributed.init_process_group(...) before it",
+        code="E013",
+    )
+
+
+def _placement() -> Placement:
+    return read_environment(os.environ) or ALONE
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -153,16 +204,20 @@ def _schedule(found: Translation, optimizer: Optimizer | None, given: Any) -> An
 
 def _num_ranks() -> int:
     """The number of ranks, also before they are gathered."""
-    if dist.is_initialized():
-        return dist.get_world_size()
-    placement = read_environment(os.environ)
-    return 1 if placement is None else placement.world_size
+    return dist.get_world_size() if dist.is_initialized() else _placement().world_size
 
 
-def _world(device: str) -> World:
+def _seconds(timeout: timedelta | None) -> float:
+    """How long a collective may wait. DEEPSPEED_TIMEOUT is in minutes, and no number in it has no effect."""
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT", "")
+    usual = timedelta(minutes=int(minutes)) if minutes.isdecimal() and 0 < int(minutes) < 10**6 else TIMEOUT
+    return (usual if timeout is None else timeout).total_seconds()
+
+
+def _world(device: str, timeout: timedelta | None = None) -> World:
     """The ranks, gathered once in this process."""
     if _worlds and not dist.is_initialized():  # `engine.destroy()` has left them
         _worlds.clear()
     if not _worlds:
-        _worlds.append(World.start(read_environment(os.environ), device=device))
+        _worlds.append(World.start(read_environment(os.environ), device=device, timeout=_seconds(timeout)))
     return _worlds[0]

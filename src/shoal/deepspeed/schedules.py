@@ -18,6 +18,20 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.errors import ShoalError
+
+Rate = float | list[float]
+"""One for all groups of parameters, or one for each."""
+
+
+def _of_groups(optimizer: Optimizer, name: str, rate: Rate) -> list[float]:
+    groups = len(optimizer.param_groups)
+    rates = rate if isinstance(rate, list) else [rate] * groups
+    if len(rates) != groups:
+        what = f"{name} has {len(rates)} rates, and the optimizer {groups} groups of parameters"
+        raise ShoalError(what, fix="one rate; or one for each group in model_parameters", code="E010")
+    return rates
+
 
 class WarmupLR:
     """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps`, and then constant."""
@@ -25,17 +39,16 @@ class WarmupLR:
     def __init__(
         self,
         optimizer: Optimizer,
-        warmup_min_lr: float = 0.0,
-        warmup_max_lr: float | None = None,
+        warmup_min_lr: Rate = 0.0,
+        warmup_max_lr: Rate | None = None,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = optimizer
-        self.lowest = [warmup_min_lr for _ in optimizer.param_groups]
-        self.highest = [
-            float(group["lr"]) if warmup_max_lr is None else warmup_max_lr for group in optimizer.param_groups
-        ]
+        own = [float(group["lr"]) for group in optimizer.param_groups]
+        self.lowest = _of_groups(optimizer, "warmup_min_lr", warmup_min_lr)
+        self.highest = own if warmup_max_lr is None else _of_groups(optimizer, "warmup_max_lr", warmup_max_lr)
         self.num_warmup, self.form = max(2, warmup_num_steps), warmup_type
         self.last_batch_iteration = last_batch_iteration
         if last_batch_iteration == -1:
@@ -96,8 +109,8 @@ class WarmupDecayLR(WarmupLR):
         self,
         optimizer: Optimizer,
         total_num_steps: int,
-        warmup_min_lr: float = 0.0,
-        warmup_max_lr: float = 0.001,
+        warmup_min_lr: Rate = 0.0,
+        warmup_max_lr: Rate = 0.001,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from shoal.errors import Problem
 from shoal.jobs.spec import PORT, JobSpec
 from shoal.jobs.yaml_text import dump
+
+_MEMORY = re.compile(r"(\d{1,6})([GT])(i?B)?", re.IGNORECASE)
+
+
+def check_memory(memory: str | None) -> Iterator[Problem]:
+    """Find a size that cannot be said in whole gigabytes, as both tools read it."""
+    if memory is not None and not _MEMORY.fullmatch(memory):
+        yield Problem("J021", f"--memory must be a size such as 200G, got {memory[:80]!r}", "--memory 200G")
+
+
+def gigabytes(memory: str) -> int:
+    """A size in gigabytes.
+
+    >>> gigabytes("200G"), gigabytes("2TiB")
+    (200, 2048)
+    """
+    found = _MEMORY.fullmatch(memory)
+    return 0 if found is None else int(found[1]) * (1024 if found[2].upper() == "T" else 1)
 
 
 def skypilot(spec: JobSpec, accelerator: str | None) -> str:
@@ -17,6 +37,8 @@ def skypilot(spec: JobSpec, accelerator: str | None) -> str:
         resources["accelerators"] = f"{accelerator}:{spec.gpus}"
     if spec.cpus is not None:
         resources["cpus"] = f"{spec.cpus * spec.ranks_per_node}+"
+    if spec.memory is not None:
+        resources["memory"] = f"{gigabytes(spec.memory)}+"
     if spec.image is not None:
         resources["image_id"] = f"docker:{spec.image}"
     # SkyPilot starts a job of `sky jobs launch` again after its machines were lost, and after these exit codes.
@@ -41,7 +63,9 @@ def dstack(spec: JobSpec, accelerator: str | None) -> str:
     if spec.gpus:
         resources["gpu"] = f"{accelerator}:{spec.gpus}"
     if spec.memory is not None:
-        resources["memory"] = f"{spec.memory}.."
+        resources["memory"] = f"{gigabytes(spec.memory)}GB.."
+    if spec.cpus is not None:
+        resources["cpu"] = f"{spec.cpus * spec.ranks_per_node}.."
     file: dict[str, Any] = {
         "type": "task",
         "name": spec.name,

@@ -24,6 +24,9 @@ def read_sweep(lines: str) -> list[dict[str, str]]:
         if not equals or not _SETTING.fullmatch(name) or not all(values) or not text.isprintable():
             what = f"--array must be a setting with its values, got {line[:80]!r}"
             raise ShoalError(what, fix="--array optim.lr=1e-4,3e-4", code="J006")
+        if name == "run.dir":
+            what = "--array gives each job a directory of its own, runs/NAME-array/NUMBER, and would ignore run.dir"
+            raise ShoalError(what, fix="--run.dir FOLDER, in which each job has its own", code="J006")
         if name in axes:
             raise ShoalError(f"--array has {name} twice", fix=f"--array {name}=ALL,ITS,VALUES once", code="J006")
         axes[name] = values

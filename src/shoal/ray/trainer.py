@@ -122,6 +122,7 @@ class Trainer:
             found += [Problem("Y005", what, "RunConfig(storage_path='s3://bucket/folder')")]
         if self.recipe is not None:
             found += _check_recipe(self.recipe, self.scaling_config)
+            found += _check_kept(self.run_config)
         found.raise_all("shoal.ray.Trainer")
 
     def _check_resume(self) -> Iterator[Problem]:
@@ -179,6 +180,16 @@ def _run_config(train: Any, given: Any, recipe: Recipe | None) -> Any:
         config = copy.copy(config)  # the user's stays as it is
         config.failure_config = train.FailureConfig(max_failures=recipe.launch.max_restarts)
     return config
+
+
+def _check_kept(run_config: Any) -> Iterator[Problem]:
+    """Find settings of Ray for checkpoints, which a recipe saves itself."""
+    config = getattr(run_config, "checkpoint_config", None)
+    for name in ("num_to_keep", "checkpoint_score_attribute"):
+        if (value := getattr(config, name, None)) is not None:
+            what = f"CheckpointConfig({name}={value!r:.80}) has no effect on a recipe, which saves by checkpoint.every"
+            fix = f"settings={{'checkpoint.keep': {value}}}" if name == "num_to_keep" else "leave it out"
+            yield Problem("Y012", what, fix)
 
 
 def _check_recipe(recipe: Recipe, scaling: Any) -> Iterator[Problem]:

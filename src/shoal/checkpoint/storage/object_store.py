@@ -122,9 +122,9 @@ class ObjectStore(Filesystem):
         """Read an object, up to `most` bytes."""
         return bytes(self.request(self.system.cat_file, str(path), start=0, end=most))
 
-    def open(self, path: Path) -> _Object:
+    def open(self, path: Path) -> StoredObject:
         """Open an object for reading."""
-        return _Object(self, path)
+        return StoredObject(self, path)
 
     def free(self, path: Path) -> int | None:
         """Return None: unknown."""
@@ -142,7 +142,7 @@ class ObjectStore(Filesystem):
         return self.requests.take_notes(where)
 
 
-class _Object:
+class StoredObject:
     """An object that several threads read at a time."""
 
     block = 16 * 2**20
@@ -152,6 +152,7 @@ class _Object:
         self.size = store.size(path)
 
     def read_into(self, begin: int, view: memoryview) -> int:
+        """Fill memory from the object at an offset; return the number of bytes read."""
         end = begin + len(view)
         data = self._store.request(self._store.system.cat_file, self._path, start=begin, end=end)
         view[: len(data)] = data

@@ -16,8 +16,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from shoal.blueprint.faults import Faults
-from shoal.checkpoint.storage.object_store import ObjectStore
+from shoal.checkpoint.storage.object_store import ObjectStore, StoredObject
 from shoal.checkpoint.storage.retry import Requests
+from shoal.checkpoint.storage.s3_ranges import Ranges
 from shoal.url_filesystem import error_code
 
 PART = 16 * 2**20
@@ -37,6 +38,11 @@ class S3(ObjectStore):
     def __init__(self, system: Any, faults: Faults | None = None) -> None:
         super().__init__(system, faults)
         self._is_listening = False
+        self._ranges = Ranges(system)
+
+    def open(self, path: Path) -> StoredObject:
+        """Open an object for reading, over connections of its own."""
+        return _Object(self, path, self._ranges)
 
     def make(self, path: Path) -> None:
         """Abort uploads of steps below a path, which are left by a crash. s3fs would create a missing bucket here."""
@@ -89,6 +95,25 @@ class S3(ObjectStore):
             if not found.get("IsTruncated"):
                 return
             page = {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found["NextUploadIdMarker"]}
+
+
+class _Object(StoredObject):
+    """An object that is read straight into memory, or by the client, if that does not work."""
+
+    def __init__(self, store: S3, path: Path, ranges: Ranges) -> None:
+        super().__init__(store, path)
+        self._ranges, self._url = ranges, ranges.open(str(path))
+
+    def close(self) -> None:
+        """Close it, and after the last object of the store its connections."""
+        self._ranges.close()
+
+    def read_into(self, begin: int, view: memoryview) -> int:
+        """Fill memory from the object at an offset; return the number of bytes read."""
+        there = view[: max(0, self.size - begin)]
+        if self._url is not None and there and self._ranges.read_into(self._url, begin, there):
+            return len(there)
+        return super().read_into(begin, view)
 
 
 class Upload:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shoal.cli.jobs.request import JobOptions, check_no_requeues, checked_request, read_options
 from shoal.errors import Problem
-from shoal.jobs.clouds import dstack, skypilot
+from shoal.jobs.clouds import check_memory, dstack, skypilot
 from shoal.jobs.spec import JobSpec
 
 
@@ -59,4 +59,8 @@ def _check(options: Cloud, prog: str, program: str) -> Iterator[Problem]:
         yield Problem("J026", what, f"{prog} ... > job.yaml, and the command in its first line ({program})")
     if options.gpus and options.accelerator is None:
         yield Problem("J027", f"{prog} needs --accelerator, the kind of GPU", "--accelerator H100")
+    if program == "sky" and options.time is not None:
+        what = f"--time has no effect on {prog}: a task of SkyPilot has no time limit"
+        yield Problem("J009", what, "leave it out, and --run.duration 2h; or shoal launch dstack")
+    yield from check_memory(options.memory)
     yield from check_no_requeues(options, prog)

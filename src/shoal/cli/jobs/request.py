@@ -36,6 +36,9 @@ class JobOptions:
     recipe: Annotated[Path | None, tyro.conf.Positional] = None
     """A YAML file."""
 
+    deepspeed: Path | None = None
+    """A config of DeepSpeed. Its keys become settings of the command that the job runs."""
+
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
 
@@ -80,6 +83,11 @@ class JobOptions:
 
     unchecked: bool = False
     """With --submit: check the settings and the plan alone; model and data are not on this host."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes on all machines."""
+        return self.nodes * (self.ranks_per_node or self.gpus or 1)
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,13 @@ def checked_request(
     env, wrong = read_env(options.env)
     found += wrong
     seconds = None if options.time is None else found.of(read_time, options.time)
-    settings = tuple(settings_as_words(type(options), join_repeated(arguments)))
+    typed = settings_as_words(type(options), join_repeated(arguments))
+    settings = (*(word for name, value in reading.of_config for word in (f"--{name}", value)), *typed)
+    if "--launch.nproc" in typed:
+        what = f"--nproc has no effect on {prog}: a job has --nodes times --ranks-per-node ranks, {options.num_ranks}"
+        found += [Problem("J009", what, "leave it out, with --nodes and --gpus or --ranks-per-node")]
+    for note in reading.notes:
+        print(note, file=sys.stderr)
     sweep = found.of(read_sweep, getattr(options, "array", "")) or []
     gpus = options.gpus or 0
     ranks = options.ranks_per_node or gpus or 1
@@ -198,6 +212,12 @@ def _check_recipe(options: JobOptions, recipe: Recipe, prog: str) -> list[Proble
         found.append(Problem("J007", what, "--gpus 0, or --launch.device cuda"))
     elif options.gpus == 0 and device == "cuda":
         found.append(Problem("J007", "launch.device cuda needs GPUs, got --gpus 0", "--gpus 8, or --launch.device cpu"))
+    ranks = options.ranks_per_node
+    if options.gpus and device != "cpu" and ranks is not None and ranks != options.gpus:
+        what = (
+            f"--ranks-per-node {ranks} does not go with --gpus {options.gpus}: each rank computes on a GPU of its own"
+        )
+        found.append(Problem("J007", what, f"leave --ranks-per-node out, or --gpus {ranks}"))
     if recipe.run.overwrite:
         what = "run.overwrite would remove the run when the job is started again"
         found.append(Problem("J008", what, "--run.overwrite false, and --run.dir A_NEW_DIRECTORY"))

@@ -24,13 +24,16 @@ LOSS = (
 )
 
 
-def translated_for_recipe(path: Path, recipe: Path | None, overrides: Overrides, *, several_hosts: bool) -> Translation:
-    """Translate the config for a recipe and the settings of a command.
+def translated_for_recipe(
+    path: Path, recipe: Path | None, overrides: Overrides, *, several_hosts: bool, ranks: int | None = None
+) -> Translation:
+    """Translate the config for a recipe and the settings of a command. `ranks` None: those of this machine.
 
     They may set degrees that the config does not have, and the global batch depends on all of them. So the config is
     translated twice: for the plan, and for the batch.
     """
-    ranks = None if several_hosts else _num_ranks(recipe, dict(overrides))
+    if ranks is None and not several_hosts:
+        ranks = _num_ranks(recipe, dict(overrides))
     plan = translate(path, target="train", num_ranks=ranks)
     shared = _num_sharing(read_recipe(recipe, [*plan.overrides(), *overrides]).recipe)
     return translate(path, target="train", num_ranks=None if shared is None else ranks, shared=shared)

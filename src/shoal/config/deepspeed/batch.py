@@ -20,9 +20,10 @@ def translate_batch(reader: Reader, data_ranks: int | None) -> None:
     if problem := _contradiction(total, micro, steps, data_ranks):
         into.problems.append(problem)
         return
-    if total is None and micro is None and not is_open and into.target == "initialize":
-        fix = f'"{MICRO}": 4, with "{STEPS}": 1'
-        into.problems.append(Problem("E007", f"the config has neither {TOTAL} nor {MICRO}", fix))
+    if total is None and micro is None and not is_open and (into.target == "initialize" or steps is not None):
+        beside = "" if steps is None else f" beside {STEPS} {steps}"
+        fix = f'"{MICRO}": 4, with "{STEPS}": {steps or 1}'
+        into.problems.append(Problem("E007", f"the config has neither {TOTAL} nor {MICRO}{beside}", fix))
         return
     if micro is None and total is not None and data_ranks is not None:
         _answered(reader, MICRO)

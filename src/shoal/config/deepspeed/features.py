@@ -26,6 +26,7 @@ NO_EFFECT = {
 }
 """Key → why it has no effect."""
 
+TRACKED = "the name of the run is --run.name; other keys of this section have no effect"
 IF_ENABLED = {
     "elasticity": "remove it; --min-hosts N or `shoal agent` continue with fewer hosts at the same global batch",
     "autotuning": "remove it; `shoal plan MODEL --cluster CLUSTER` ranks all plans",
@@ -42,6 +43,20 @@ IF_ENABLED = {
     "comet": 'remove it; "wandb" or "tensorboard" are trackers here',
 }
 """Section → what to do in its place, if it is enabled."""
+
+
+COMPILED_OFFLOAD = {
+    "offload_activation": "--plan.recompute full stores least",
+    "offload_opt_states": '"offload_optimizer": {"device": "cpu"} of zero_optimization is the nearest',
+    "offload_parameters": '"offload_param": {"device": "cpu"} of zero_optimization is the nearest',
+}
+"""Switches of `compile` that change what is in the memory of a device → the nearest thing."""
+_COMPILE = """
+    enabled backend kwargs deepcompile free_activation free_activation_threshold offload_activation_pin_memory
+    double_buffer symmetric_memory debug_log sync_before_reduce sync_after_reduce sync_before_allgather
+    sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes
+"""
+"""Keys of `compile`, of which the first three are of older versions."""
 
 
 def translate_features(reader: Reader) -> None:
@@ -82,7 +97,9 @@ def _reject_enabled(reader: Reader, key: str, fix: str) -> None:
 def _is_enabled(section: dict[str, object]) -> bool:
     """Whether a section, or a section inside, says enabled. One without that word is on by being there."""
     flags = [value for key, value in section.items() if key == "enabled"]
-    inner = [_is_enabled(value) for value in section.values() if isinstance(value, dict)]
+    shared = section.get("shared_parameters")  # says it for the groups beside it, which have no such word
+    inside = [shared] if isinstance(shared, dict) else section.values()
+    inner = [_is_enabled(value) for value in inside if isinstance(value, dict)]
     return any(flags) if flags else any(inner) if inner else True
 
 
@@ -102,7 +119,7 @@ def _observers(reader: Reader) -> None:
         is_on = isinstance(section, dict) and section.get("enabled") is True
         if is_on and is_recipe:
             trackers.append(key)
-            reader.setting(key, "run.trackers", list(trackers), "the name of the run is --run.name")
+            reader.setting(key, "run.trackers", list(trackers), TRACKED)
         else:
             reader.same(key, "no effect here: the script logs" if is_on else "no effect here: it is not enabled")
 
@@ -131,6 +148,10 @@ def _compile(reader: Reader) -> None:
         return
     if section.flag("deepcompile") and reader.into.target == "train":
         section.setting("deepcompile", "run.compile", True, "each block under torch.compile")
-    for key in section.values:
+    for key, fix in COMPILED_OFFLOAD.items():
+        if section.flag(key):
+            section.reject(key, f'"{key}": false; {fix}')
+    for key in _COMPILE.split():
         if not any(line.key == section.name(key) for line in reader.into.lines):
             section.no_effect(key, "--run.compile true compiles each block")
+    section.finish()

@@ -58,7 +58,7 @@ def _fp16(section: Reader, is_enabled: bool) -> None:
     if fixed and is_enabled:
         fix = '"loss_scale": 0, with "initial_scale_power": 16: the scale adapts'
         section.reject("loss_scale", fix, "the loss scale of fp16 adapts")
-    elif fixed == 0:
+    elif fixed == 0 and is_enabled:
         section.same("loss_scale", "the scale adapts, as here")
     for key in () if is_enabled else ("loss_scale_window", "initial_scale_power", "loss_scale"):
         if section.has(key):

@@ -52,7 +52,7 @@ def _arguments(kind: str, params: Reader) -> dict[str, Any]:
             value = params.number(key)
             found[key] = usual if value is None else value
     else:
-        lowest, highest = params.number("warmup_min_lr"), params.number("warmup_max_lr")
+        lowest, highest = _rates(params, "warmup_min_lr"), _rates(params, "warmup_max_lr")
         usual_rate = None if kind == "WarmupLR" else 1e-3
         found |= {"warmup_min_lr": lowest or 0.0, "warmup_max_lr": usual_rate if highest is None else highest}
     if kind != "WarmupLR":
@@ -62,6 +62,16 @@ def _arguments(kind: str, params: Reader) -> dict[str, Any]:
             params.into.problems.append(Problem("E010", what, '"total_num_steps": 10000'))
         found["total_num_steps"] = total
     return found
+
+
+def _rates(params: Reader, key: str) -> float | list[float] | None:
+    """A rate, or in an engine one for each group of parameters."""
+    value = params.values.get(key)
+    if isinstance(value, list) and value and params.into.target == "initialize":
+        params.seen.add(key)
+        if all(isinstance(one, int | float) and not isinstance(one, bool) and 0 <= one < float("inf") for one in value):
+            return [float(one) for one in value]
+    return params.number(key)
 
 
 def _as_settings(section: Reader, params: Reader, kind: str, arguments: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from shoal.config.deepspeed.parallel import translate_parallel
 from shoal.config.deepspeed.precision import translate_precision
 from shoal.config.deepspeed.read import read_config
 from shoal.config.deepspeed.scheduler import translate_scheduler
-from shoal.config.deepspeed.translation import Reader, Target, Translation
+from shoal.config.deepspeed.translation import Line, Reader, Target, Translation
 from shoal.config.deepspeed.zero import translate_zero
 from shoal.errors import ShoalError
 
@@ -50,7 +50,16 @@ def translate(
     reader.finish()
     if target == "plan":  # the ranks of a config are data-parallel unless it says otherwise
         into.plan = {"tp": 1, "pp": 1, "cp": 1, **into.plan}
+        _say_open(config, into)
     return into
+
+
+def _say_open(config: Mapping[str, Any], into: Translation) -> None:
+    """Name what a config leaves to DeepSpeed's defaults, and the planner chooses."""
+    if not config.get("zero_optimization"):
+        into.lines.append(Line("zero_optimization", None, "", "left open; DeepSpeed's default is stage 0: --zero 0"))
+    if not any(config.get(key) for key in ("bf16", "bfloat16", "fp16", "torch_autocast", "amp")):
+        into.lines.append(Line("bf16", None, "", "left open; DeepSpeed's default is that of the model, often fp32"))
 
 
 def _clip(reader: Reader) -> None:

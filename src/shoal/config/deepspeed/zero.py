@@ -57,8 +57,11 @@ def translate_zero(reader: Reader, num_ranks: int | None) -> None:
     """The stage becomes `zero=`, over all data-parallel ranks as in DeepSpeed."""
     if not reader.has("zero_optimization"):
         return
-    zero = reader.section("zero_optimization")
-    assert zero is not None
+    if isinstance(was := reader.values["zero_optimization"], bool):  # as in 2020: DeepSpeed still reads it
+        zero = Reader({"stage": int(was)}, reader.into, "zero_optimization.")
+        reader.same("zero_optimization", f"as stage {int(was)}")
+    else:
+        zero = reader.section("zero_optimization") or Reader({}, reader.into, "zero_optimization.")
     stage = zero.whole("stage", least=0) if "stage" in zero.values else 0
     if stage is not None and stage > 3:
         reader.into.problems.append(

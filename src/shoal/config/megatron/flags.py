@@ -30,14 +30,13 @@ WORDS: dict[str, dict[str, tuple[str, Any]]] = {
     "recompute-granularity": {"full": ("recompute", "full"), "selective": ("recompute", "selective")},
     "cp-comm-type": {"p2p": ("context", "ring"), "a2a": ("context", "ulysses")},
     "fp8-format": dict.fromkeys(("e4m3", "hybrid"), ("precision", "fp8")),
-    "data-parallel-sharding-strategy": {
-        "no_shard": ("zero", 0),
-        "optim": ("zero", 1),
-        "optim_grads": ("zero", 2),
-        "optim_grads_params": ("zero", 3),
-    },
 }
 """Arguments with a word → the word of a plan for each."""
+
+STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+"""What Megatron-FSDP shards → the stage. Without an argument it shards all, the last of these."""
+OWN_FSDP = ("use-megatron-fsdp", "use-custom-fsdp")
+"""Megatron-FSDP, and its name before."""
 
 STRENGTH: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "fp16", "bf16", "fp8"),
@@ -76,6 +75,15 @@ REJECTED = {
     "distribute-saved-activations": "leave it out",
     "use-tp-pp-dp-mapping": "leave it out: the ranks of a node are tp first",
     "hybrid-layer-pattern": "leave it out: the planner knows transformers",
+    "hybrid-override-pattern": "leave it out: the planner knows transformers",
+    "multi-latent-attention": "--group-query-attention with --num-query-groups: the planner knows heads of one size",
+    "window-size": "leave it out: the planner counts attention over whole sequences",
+    "recompute-modules": "leave it out: selective recomputes what shoal chooses",
+    "optimizer-offload-fraction": "leave it out: all of the state is offloaded, or none",
+    "main-params-dtype": "leave it out; shoal plan --param-dtype bf16 is the nearest",
+    "exp-avg-dtype": "leave it out; shoal plan --state-dtype bf16 is the nearest",
+    "exp-avg-sq-dtype": "leave it out; shoal plan --state-dtype bf16 is the nearest",
+    "first-last-layers-bf16": "leave it out: fp8 holds for all layers",
 }
 """Arguments without a counterpart → the nearest thing."""
 
@@ -88,16 +96,18 @@ _SPEED = """
     ddp-num-buckets ddp-average-in-collective no-check-for-nan-in-loss-and-grad delay-grad-reduce align-grad-reduce
     align-param-gather deallocate-pipeline-outputs defer-embedding-wgrad-compute manual-gc manual-gc-interval
     enable-cuda-graph cuda-graph-impl distributed-backend distributed-timeout-minutes nccl-communicator-config-path
-    moe-grouped-gemm moe-permute-fusion moe-token-dispatcher-type use-precision-aware-optimizer use-megatron-fsdp
+    moe-grouped-gemm moe-permute-fusion moe-token-dispatcher-type use-precision-aware-optimizer
     moe-shared-expert-overlap fp8-recipe fp8-margin fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather
     no-overlap-p2p-communication overlap-p2p-communication-warmup-flush high-priority-stream-groups sharp-enabled-group
-    use-nccl-ub grad-reduce-in-bf16 accumulate-allreduce-grads-in-fp32 use-torch-optimizer-for-cpu-offload
+    use-nccl-ub tp-comm-overlap-cfg no-persist-layer-norm overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads
+    no-pin-cpu-params grad-reduce-in-bf16 accumulate-allreduce-grads-in-fp32 use-torch-optimizer-for-cpu-offload
     torch-fsdp2-no-reshard-after-forward local-rank lazy-mpu-init use-cpu-initialization empty-unused-memory-level
 """
 _TRAINING = """
     train-iters train-samples lr min-lr lr-decay-style lr-decay-iters lr-decay-samples lr-warmup-iters lr-warmup-samples
     lr-warmup-fraction lr-warmup-init lr-wsd-decay-style lr-wsd-decay-iters weight-decay start-weight-decay
-    end-weight-decay weight-decay-incr-style clip-grad adam-beta1 adam-beta2 adam-eps sgd-momentum optimizer seed
+    end-weight-decay weight-decay-incr-style clip-grad adam-beta1 adam-beta2 adam-eps sgd-momentum seed
+    calculate-per-token-loss no-weight-decay-cond-type check-for-large-grads init-method-xavier-uniform
     init-method-std loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis dataloader-type
     override-opt_param-scheduler use-checkpoint-opt_param-scheduler exit-interval exit-duration-in-mins
     exit-signal-handler attention-dropout hidden-dropout decoupled-lr decoupled-min-lr
@@ -117,12 +127,15 @@ _FILES = """
     log-throughput log-params-norm log-num-zeros-in-grad log-memory-to-tensorboard log-timers-to-tensorboard
     log-validation-ppl-to-tensorboard tensorboard-dir tensorboard-queue-size tensorboard-log-interval wandb-project
     wandb-exp-name wandb-save-dir timing-log-level profile profile-step-start profile-step-end profile-ranks
-    use-pytorch-profiler log-progress one-logger-project no-create-attention-mask-in-dataloader
+    use-pytorch-profiler log-progress one-logger-project no-one-logger
+    ckpt-fully-parallel-save dist-ckpt-format num-dataset-builder-threads no-mmap-bin-files
+    no-create-attention-mask-in-dataloader
 """
 NO_EFFECT = {
     **dict.fromkeys(_SPEED.split(), "shoal has its own kernels and buckets"),
     **dict.fromkeys(_TRAINING.split(), "a setting of a recipe, not of a plan"),
     **dict.fromkeys(_MODEL.split(), "the size of the model decides"),
+    "optimizer": "a setting of a recipe; memory is predicted with the states of AdamW",
     "mtp-num-layers": "predicted without its layers, which predict further tokens",
     **dict.fromkeys(_FILES.split(), "a setting of a recipe, not of a plan"),
 }

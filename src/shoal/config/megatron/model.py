@@ -24,6 +24,11 @@ OF_MODEL = {
     "moe-layer-freq": "which layers have experts",
 }
 """Arguments → what they decide of the model that is predicted."""
+SWITCHES_OF_MODEL = (
+    *("swiglu", "squared-relu", "disable-bias-linear", "untie-embeddings-and-output-weights"),
+    *("group-query-attention", "use-rotary-position-embeddings"),
+)
+"""Those of them without a value."""
 LEARNED = "learned_absolute"
 _DENSE_FIRST = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?")
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from shoal.config.deepspeed.translation import Line, Translation
-from shoal.config.megatron.flags import NO_EFFECT, REJECTED, REQUEST, STRENGTH, SWITCHES, WHOLE, WORDS
-from shoal.config.megatron.model import OF_MODEL, read_model
+from shoal.config.megatron.flags import (
+    NO_EFFECT,
+    OWN_FSDP,
+    REJECTED,
+    REQUEST,
+    STRATEGIES,
+    STRENGTH,
+    SWITCHES,
+    WHOLE,
+    WORDS,
+)
+from shoal.config.megatron.model import OF_MODEL, SWITCHES_OF_MODEL, read_model
 from shoal.errors import Problem, nearest
 
+STRATEGY = "data-parallel-sharding-strategy"
 SPECIAL = (
+    STRATEGY,
+    *OWN_FSDP,
     "num-layers-per-virtual-pipeline-stage",
     "recompute-method",
     "recompute-num-layers",
@@ -42,14 +56,16 @@ def translate_megatron(text: str, *, num_ranks: int | None = None) -> Translatio
 
 
 def _arguments(text: str, into: Translation) -> Iterator[tuple[str, list[str]]]:
-    """Flags with their values, without the dashes. A script before them is left out."""
+    """Flags with their values, without the dashes. A launcher and a script before them are left out."""
     try:
-        words = shlex.split(text)
+        words = shlex.split(re.sub(r"\\\r?\n", " ", text))  # lines that are continued
     except ValueError as error:
         into.problems.append(Problem("E061", f"--megatron cannot be read: {error}", "close the quotes"))
         return
-    first = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
-    words = words[first:]
+    words = _after_script(words)
+    if not words and text.strip():
+        what = f"--megatron has no argument of Megatron-LM, got {text.strip()[:80]!r}"
+        into.problems.append(Problem("E061", what, '--megatron "--tensor-model-parallel-size 2 --num-layers 32"'))
     while words:
         flag, equals, value = words.pop(0).removeprefix("--").partition("=")
         values = [value] if equals else []
@@ -58,11 +74,27 @@ def _arguments(text: str, into: Translation) -> Iterator[tuple[str, list[str]]]:
         yield flag.replace("_", "-") if flag.replace("_", "-") in KNOWN else flag, values
 
 
+def _after_script(words: list[str]) -> list[str]:
+    """The words from the first flag on. torchrun's own flags, before the script, are none of Megatron-LM."""
+    script = next((place for place, word in enumerate(words) if word.endswith(".py")), 0)
+    if any(word.startswith("--") and _name(word) in KNOWN for word in words[:script]):
+        script = 0  # it is a value
+    first = next((place for place in range(script, len(words)) if words[place].startswith("--")), len(words))
+    return words[first:]
+
+
+def _name(word: str) -> str:
+    return word.removeprefix("--").partition("=")[0].replace("_", "-")
+
+
 def _one(flag: str, values: list[str], into: Translation) -> None:
     """What becomes of one argument."""
     if flag in WHOLE or flag in REQUEST:
         if (number := _whole(flag, values, into)) is not None:
             _take_number(flag, number, into)
+    elif values and flag in (*SWITCHES, *SWITCHES_OF_MODEL, *OWN_FSDP):
+        what = f"--{flag} takes no value, and is on by being there, got {' '.join(values)[:80]}"
+        into.problems.append(Problem("E061", what, f"--{flag} alone, or leave it out"))
     elif flag in SWITCHES:
         _take_word(flag, None, *SWITCHES[flag], into)
     elif flag in WORDS:
@@ -133,8 +165,7 @@ def _precision(given: dict[str, list[str]], into: Translation) -> None:
 
 def _sharding(given: dict[str, list[str]], into: Translation) -> None:
     """Copies on all ranks, unless an argument shards something."""
-    if "use-megatron-fsdp" in given and "data-parallel-sharding-strategy" not in given:
-        into.plan["zero"] = 3
+    _own_fsdp(given, into)
     if "use-torch-fsdp2" in given and "torch-fsdp2-no-reshard-after-forward" in given:
         into.plan["zero"] = 2
     zero = into.plan.setdefault("zero", 0)
@@ -143,6 +174,23 @@ def _sharding(given: dict[str, list[str]], into: Translation) -> None:
         into.plan.setdefault("dp_replicate", 1)
     elif (into.plan.get("ep") or 1) == 1:
         into.plan["dp_shard"] = 1
+
+
+def _own_fsdp(given: dict[str, list[str]], into: Translation) -> None:
+    """Megatron-FSDP has the last word on what is sharded. Its strategy has no effect without it."""
+    own, text = next((name for name in OWN_FSDP if name in given), None), " ".join(given.get(STRATEGY, []))
+    if STRATEGY in given and text not in STRATEGIES:
+        fix = f"--{STRATEGY} {nearest(text, STRATEGIES) or 'optim'}"
+        into.problems.append(Problem("E062", f"--{STRATEGY} {text[:80]} has no counterpart in a plan of shoal", fix))
+        return
+    if own is None:
+        if STRATEGY in given:
+            into.lines.append(Line(f"--{STRATEGY}", text, "", "no effect without --use-megatron-fsdp"))
+        return
+    zero = into.plan["zero"] = STRATEGIES[text or "optim_grads_params"]
+    name = STRATEGY if STRATEGY in given else own
+    into.lines += [Line(f"--{name}", text or None, f"--plan.zero {zero}")]
+    into.lines += [Line(f"--{own}", None, "", f"--{STRATEGY} says what is sharded")] if name != own else []
 
 
 def _stages(given: dict[str, list[str]], into: Translation) -> None:
@@ -169,6 +217,9 @@ def _stages(given: dict[str, list[str]], into: Translation) -> None:
 
 def _recomputed(given: dict[str, list[str]], into: Translation) -> None:
     """Whole blocks are computed again, all of them."""
+    if "recompute" not in into.plan and "hidden" in into.settings:
+        remark = "left open; Megatron-LM's default is none: --recompute none"
+        into.lines.append(Line("--recompute-granularity", None, "", remark))
     number, layers = " ".join(given.get("recompute-num-layers", [])), into.settings.get("layers")
     is_part = given.get("recompute-method") == ["block"] and number != str(layers)
     if is_part:
@@ -181,11 +232,15 @@ def _recomputed(given: dict[str, list[str]], into: Translation) -> None:
 
 
 def _batch(into: Translation, num_ranks: int | None) -> None:
-    """The global batch must be a multiple of a microbatch on every data-parallel rank."""
+    """The global batch is a multiple of a microbatch on every data-parallel rank; one of them, if it is not given."""
     batch, mb, plan = into.settings.get("global_batch"), into.plan.get("mb"), into.plan
-    if num_ranks is None or batch is None or mb is None:
+    if num_ranks is None or mb is None:
         return
     ranks = max(1, num_ranks // (plan["tp"] * plan["pp"] * plan["cp"]))
+    if batch is None:
+        batch = into.settings["global_batch"] = mb * ranks
+        remark = f"the default: a microbatch on each of {ranks} data-parallel ranks"
+        into.lines.append(Line("--global-batch-size", None, f"--global-batch {batch}", remark))
     if batch % (mb * ranks):
         what = f"--global-batch-size {batch} is no multiple of --micro-batch-size {mb} x {ranks} data-parallel ranks"
         near = max(1, batch // (mb * ranks)) * mb * ranks

@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal.errors import Problem
 from shoal.horovod.engine.messages import Kind, Request
+from shoal.horovod.reduce_ops import ReduceOp
 
 FREE_ROWS = (Kind.ALLGATHER, Kind.ALLTOALL)
 """The first dim may differ from rank to rank."""
@@ -25,10 +26,13 @@ def find_mismatch(requests: Mapping[int, Request]) -> Problem | None:
 
 def find_absent(request: Request, joined: int) -> Problem | None:
     """Return the problem of a collective that cannot do without a rank that has joined."""
-    if request.kind == Kind.ALLREDUCE:
+    without_zero = request.op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+    if request.kind == Kind.ALLREDUCE and not without_zero:
         return None
-    what = f"{request.kind} {request.name!r} needs every rank, but rank {joined} has called join()"
-    return Problem("H004", what, "call join() on every rank before it; only allreduce takes zeros of joined ranks")
+    kind = f"{request.kind} with op={ReduceOp(request.op).name}" if without_zero else str(request.kind)
+    what = f"{kind} {request.name!r} needs every rank, but rank {joined} has called join()"
+    fix = "call join() on every rank before it; only sums and averages take zeros of joined ranks"
+    return Problem("H004", what, fix)
 
 
 def _compared(request: Request) -> Iterator[tuple[str, Any]]:

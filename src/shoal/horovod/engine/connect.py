@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from shoal.horovod.engine.hub import Client, ControlPlane, Hub
 from shoal.horovod.engine.link import accept_ranks, connect
 
 DEFAULT_FUSION = 64 * 2**20
+WITHOUT_EFFECT = ("HOROVOD_TIMELINE", "HOROVOD_AUTOTUNE", "HOROVOD_AUTOTUNE_LOG")
+"""Variables that a person waits for the result of."""
 
 
 def open_engine() -> Engine:
@@ -49,7 +52,15 @@ def _control(world: World, place: Placement | None) -> ControlPlane:
     return Client(connect((str(host), int(port)), world.rank, _secret(world, salt), world.timeout))
 
 
+def _say_ignored() -> None:
+    """Name the variables of Horovod that are set and have no effect."""
+    if names := [name for name in WITHOUT_EFFECT if os.environ.get(name, "0") not in ("", "0")]:
+        instead = "shoal.horovod has no timeline and no tuning; torch.profiler shows collectives"
+        print(f"shoal.horovod: no effect here: {', '.join(names)} ({instead})", file=sys.stderr, flush=True)
+
+
 def _listen(world: World, place: Placement | None) -> Hub:
+    _say_ignored()
     coordinator = Coordinator(world.size, int(os.environ.get("HOROVOD_FUSION_THRESHOLD", DEFAULT_FUSION)))
     if world.size == 1:
         return Hub(coordinator, {})

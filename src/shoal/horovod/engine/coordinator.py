@@ -108,6 +108,18 @@ class Coordinator:
                 lines.append(f"{name}: ready on ranks {sorted(waiting.requests)}, missing on ranks {missing}")
         return lines
 
+    def expire(self, seconds: float) -> None:
+        """Fail each name for which some ranks have waited that long for others."""
+        for key, waiting in list(self._waiting.items()):
+            if not waiting.requests or time.monotonic() - waiting.since <= seconds:
+                continue
+            del self._waiting[key]
+            request = waiting.requests[min(waiting.requests)]
+            missing = [rank for rank in self.sets[key[0]] if rank not in waiting.requests]
+            what = f"{request.kind} {request.name!r} has waited for more than {seconds:g} s for ranks {missing}"
+            error = str(Problem("H005", what, "look at the output of these ranks; they did not call it"))
+            self._ready.append((request, Response(kind=request.kind, set_id=key[0], names=key[1:], error=error)))
+
     @staticmethod
     def _bytes(batch: Iterable[tuple[Request, Response]]) -> int:
         return sum(request.num_bytes for request, _ in batch)

@@ -130,9 +130,13 @@ class Hub:
 
     def _watch_stalls(self) -> None:
         seconds = float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS", STALL_SECONDS))
-        while seconds > 0 and not self._closed.wait(seconds / 4):
+        last = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0))
+        while seconds > 0 and not self._closed.wait(min(seconds, last or seconds) / 4):
             with self._lock:
                 lines = self.coordinator.stalled(seconds)
+                if last > 0:
+                    self.coordinator.expire(last)
+                    self._dispatch()
             for line in lines:
                 print(f"shoal.horovod: waiting for more than {seconds:g} s: {line}", file=sys.stderr, flush=True)
 

@@ -137,7 +137,10 @@ def _body(spec: JobSpec, site: SlurmSite) -> Iterator[str]:
     if spec.setup:
         yield "\n".join(spec.setup)
     if spec.env:
-        yield "\n".join(f"export {name}={shlex.quote(value)}" for name, value in spec.env.items())
+        # An image that sets a variable itself would win over the job's.
+        prefixes = ("", "APPTAINERENV_") if runtime_of(spec, site) == "apptainer" else ("",)
+        variables = [(prefix + name, value) for prefix in prefixes for name, value in spec.env.items()]
+        yield "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables)
     yield (
         "# The key of this run: other processes on the network cannot join it.\n"
         "SHOAL_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')\n"
@@ -191,13 +194,15 @@ def _cases(spec: JobSpec) -> str:
 def _srun(spec: JobSpec, site: SlurmSite) -> str:
     """One process for each rank. All of them see all GPUs of their node, which NCCL needs."""
     # Ranks that stop together end within seconds. srun must not kill those that are still saving.
-    words = ["srun", "--kill-on-bad-exit=0", f"--wait={SECONDS_TO_END}"]
+    # Sites submit with --export=NONE, which srun would repeat: ranks would have neither the key nor --env.
+    words = ["srun", "--export=ALL", "--kill-on-bad-exit=0", f"--wait={SECONDS_TO_END}"]
     if spec.cpus is not None:
         words.append(f"--cpus-per-task={spec.cpus}")  # sbatch's own is not inherited since 22.05
     runtime = runtime_of(spec, site)
     if runtime == "pyxis":
         words.append(f"--container-image={shlex.quote(spec.image or '')}")
         words += ['--container-mounts="$PWD:$PWD"', '--container-workdir="$PWD"']
+        words += [f"--container-env={','.join(spec.env)}"] if spec.env else []
     elif runtime == "apptainer":
         words += ["apptainer exec", *(["--nv"] if spec.gpus else []), '--bind "$PWD" --pwd "$PWD"']
         words.append(shlex.quote(spec.image or ""))

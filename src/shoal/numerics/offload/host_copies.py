@@ -162,8 +162,12 @@ class HostCopies:
                     self.piece(parameter.detach()).copy_(host, non_blocking=True)
 
     def _states(self, bucket: list[Pair]) -> Iterator[tuple[nn.Parameter, dict[str, Any], str, Tensor]]:
-        """The states of a bucket that are as large as their parameters: of which, and the dictionary that has them."""
+        """The states of a bucket that are as large as their parameters: of which, and the dictionary that has them.
+
+        A rank has no row of a tensor with fewer rows than ranks, and a state without elements needs no file."""
         for _, host in bucket:
+            if not host.numel():
+                continue
             for key, value in list(self.optimizer.state.get(host, {}).items()):
                 if isinstance(value, Tensor) and value.numel() == host.numel():
                     yield host, self.optimizer.state[host], key, value
