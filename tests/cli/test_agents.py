@@ -166,13 +166,21 @@ def test_a_host_that_is_lost_while_others_are_waited_for_is_reported(host: Host,
 
 
 @pytest.mark.wide
-def test_a_stopped_rank_that_is_alone_on_its_host_is_named(
-    host: Host, undisturbed: list[float], tmp_path: Path
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("stop_at", "was stopped by a signal (SIGSTOP) for "),
+        ("hold_gil_at", "holds the GIL, so that no other Python thread of it runs; ranks of other hosts have waited "),
+        ("sleep_at", "sleeps in no collective; ranks of other hosts have waited "),
+    ],
+)
+def test_a_rank_that_hangs_alone_on_its_host_is_named(
+    host: Host, undisturbed: list[float], tmp_path: Path, fault: str, text: str
 ) -> None:
     """No other rank of its host waits for it. A drill found that it was ended after ten minutes."""
-    ended = host.run(*SHORT, cwd=tmp_path, env={"SHOAL_FAULTS": "stop_at=rank:1,step:5"})
+    ended = host.run(*SHORT, cwd=tmp_path, env={"SHOAL_FAULTS": f"{fault}=rank:1,step:5"})
     assert (ended.code, ended.json["restarts"]) == (0, 1), ended.said
-    assert "rank 1 of 2 (host 127.0.0.2) was stopped by a signal (SIGSTOP) for " in ended.said
+    assert f"rank 1 of 2 (host 127.0.0.2) {text}" in ended.said
     assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
@@ -19,6 +18,7 @@ from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.world import World
 from shoal.errors import RunFailed
 from shoal.launch.local import launch
+from shoal.train.recipe.fault_injection.faults import hold_gil
 from tests.cover import wide
 
 
@@ -88,7 +88,7 @@ def act(how: str) -> None:
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "gil":
-        ctypes.PyDLL(None).sleep(100)
+        hold_gil()
     elif how == "sleep":
         time.sleep(100)
 

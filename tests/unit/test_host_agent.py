@@ -223,7 +223,12 @@ def test_workers_report_each_saved_step_and_no_limit_that_did_not_hold(
 ) -> None:
     saved: list[int] = []
     group = HostGroup(
-        directory=tmp_path, grace=1.0, grace_period=30.0, report=lambda failure: None, report_saved=saved.append
+        directory=tmp_path,
+        grace=1.0,
+        grace_period=30.0,
+        first_rank=8,
+        report=lambda failure: None,
+        report_saved=saved.append,
     )
     for step in (1, 1, 4):
         saved_path(tmp_path).write_text(str(step))
@@ -235,7 +240,7 @@ def test_workers_report_each_saved_step_and_no_limit_that_did_not_hold(
     assert capsys.readouterr().err == ""
     group.cause = None
     group._report_killed()
-    assert "did not stop within 30 s of SIGTERM" in capsys.readouterr().err
+    assert "rank 8 did not stop within 30 s of SIGTERM" in capsys.readouterr().err  # of all hosts, not of this one
 
 
 def test_a_long_report_is_shortened_to_one_packet() -> None:

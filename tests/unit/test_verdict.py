@@ -137,6 +137,45 @@ def test_all_ranks_of_a_host_are_stopped_while_other_hosts_wait() -> None:
     assert verdict(readings, {0: stopped, 1: RUNS}, LIMITS, has_other_hosts=True) is None  # it may have work to do
 
 
+ASLEEP = ProcessState(wchan="hrtimer_nanosleep")
+
+
+@pytest.mark.parametrize(
+    ("reading", "state", "found"),
+    [
+        (behind(still=5.1), ASLEEP, ("never_entered", False)),
+        (behind(still=4.9), ASLEEP, None),
+        (behind(still=31.0), ASLEEP, ("never_entered", True)),
+        (behind(still=31.0, median_step=2.0), ASLEEP, ("never_entered", False)),
+        (behind(still=5.1, age=3.0), ASLEEP, ("gil", True)),
+        (behind(still=5.1, age=3.0), ProcessState(wchan="futex_wait_queue"), ("gil", True)),
+        (behind(still=31.0), ProcessState(letter="D", wchan="nfs_wait"), ("kernel", True)),
+        (waits(still=99.0), ASLEEP, None),
+        (waits(still=5.1, age=3.0), ASLEEP, ("gil", False)),
+        (waits(still=31.0, age=3.0), ASLEEP, ("gil", True)),
+        (behind(still=99.0), ProcessState(wchan="futex_wait_queue"), None),
+        (behind(still=99.0), RUNS, None),
+        (behind(still=99.0), replace(ASLEEP, busy=0.9), None),
+        (behind(still=99.0), replace(ASLEEP, letter="R"), None),
+        (behind(still=99.0, uses_gpu=True), ASLEEP, None),
+        (behind(still=99.0, is_partial=True), ASLEEP, None),
+        (behind(still=99.0, phase="data"), ASLEEP, None),
+        (behind(still=99.0, phase="unknown", counters={}), ASLEEP, None),
+        (behind(still=29.0, phase="first steps"), ASLEEP, None),
+        (behind(still=15.1, age=3.0, phase="first steps"), ASLEEP, ("gil", True)),
+    ],
+)  # fmt: skip
+def test_the_only_rank_of_a_host_that_sleeps_outside_of_any_call(
+    reading: Reading, state: ProcessState, found: tuple[str, bool] | None
+) -> None:
+    """No rank beside it waits, so it was seen by nobody, and the ranks of other hosts waited for `launch.timeout`."""
+    said = verdict({1: reading}, {1: state}, LIMITS, has_other_hosts=True)
+    assert (None if said is None else (said.kind, said.is_final)) == found
+    assert verdict({1: reading}, {1: state}, LIMITS) is None  # there is no other rank
+    if said is not None:
+        assert "; ranks of other hosts have waited" in problem_of(said, num_ranks=2, timeout=600.0).what
+
+
 @pytest.mark.parametrize(
     ("odd", "call"),
     [
@@ -488,6 +527,27 @@ def test_a_rank_whose_child_computes_is_not_ended(
 
 
 # ---- shared memory and control groups -------------------------------------------------------------------------------
+
+
+def test_a_phase_that_has_just_begun_is_seen_before_the_next_beat(tmp_path: Path) -> None:
+    """A rank that held the GIL from the start of a step seemed to fetch data, and was ended after nine minutes."""
+    board = HeartbeatBoard.create(tmp_path / "board", 2)
+    assert board is not None
+    heart = Heart(HeartbeatBoard(tmp_path / "board", 2), board, index=1, stack_file=tmp_path / "stacks")
+    heart.phase, heart.steps_here = "data", 9
+    heart.beat()
+    assert heart.begin("step") == "data"
+    seen = board.read(1)
+    assert seen is not None
+    assert (seen["phase"], board.read(0)) == ("step", None)
+    assert heart.begin("a phase with a name that is far too long") == "step"
+    seen = board.read(1)
+    assert seen is not None
+    assert seen["phase"] == "a phase with a name that"
+    heart._beat_without_counters()
+    unknown = board.read(1)
+    assert unknown is not None
+    assert unknown["phase"] == "unknown"
 
 
 def test_a_torn_write_leaves_the_state_before(tmp_path: Path) -> None:

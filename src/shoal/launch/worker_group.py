@@ -337,7 +337,7 @@ class WorkerGroup:
     def _report_killed(self) -> None:
         if self.passed_on is not None and self.running and not self.is_reported:
             self.is_reported = True
-            _print_killed(sorted(self.running.values()), self.passed_on, self.grace_period)
+            _print_killed(sorted(self.running.values()), self.passed_on, self.grace_period, self.first_rank)
 
     def _signal_all(self, number: int) -> None:
         """Signal the workers only, which end their own helpers; SIGKILL also goes to all that they started."""
@@ -366,8 +366,8 @@ def _was_stopped(rank: int, echo: Failure, *, first_rank: int) -> Failure:
     return Failure(code="N025", rank=rank, at=echo.at, what=what, is_sudden=True, may_pass=True)
 
 
-def _print_killed(ranks: list[int], number: int, grace_period: float) -> None:
-    late = f"rank {listed(ranks)}".replace(" or ", " and ")
+def _print_killed(ranks: list[int], number: int, grace_period: float, first_rank: int) -> None:
+    late = f"rank {listed([first_rank + rank for rank in ranks])}".replace(" or ", " and ")
     name = signal.Signals(number).name
     what = f"{late} did not stop within {grace_period:g} s of {name}, and was killed; saved checkpoints remain"
     fix = f"--launch.grace_period {2 * grace_period:g}, or shorter steps"

@@ -3,6 +3,9 @@
 Each rank has two slots, and writes them alternately: [number of the write | length | checksum | JSON]. So there is
 always a complete slot, even if the rank is stopped or killed during a write. A reader takes the newest slot whose
 checksum matches. A write costs about 10 µs, without a lock and without a system call.
+
+Between two writes a rank notes each new phase at the end of its first slot: [length | checksum | phase]. A rank that
+holds the GIL from then on would else seem to be in the phase of its last heartbeat.
 """
 
 from __future__ import annotations
@@ -17,6 +20,10 @@ from typing import Any
 
 SLOT = 32 * 1024
 _HEAD = struct.Struct("<QII")
+_PHASE = struct.Struct("<II24s")
+_ROOM = SLOT - _HEAD.size - _PHASE.size
+UNKNOWN = "unknown"
+"""The phase of a rank whose counters could not be read."""
 
 
 PARTS = 2
@@ -44,13 +51,23 @@ class HeartbeatBoard:
     def write(self, index: int, value: dict[str, Any]) -> bool:
         """Write the newest state of a rank; False: it is too large."""
         data = json.dumps(value, separators=(",", ":")).encode()
-        if len(data) > SLOT - _HEAD.size:
+        if len(data) > _ROOM:
             return False
         self._number += 1
         at = (2 * index + self._number % 2) * SLOT
         self._memory[at + _HEAD.size : at + _HEAD.size + len(data)] = data
         _HEAD.pack_into(self._memory, at, self._number, len(data), zlib.crc32(data))
         return True
+
+    def note_phase(self, index: int, phase: str) -> None:
+        """Write the phase that a rank begins, in about a microsecond."""
+        data = phase.encode()[:24]
+        _PHASE.pack_into(self._memory, (2 * index + 1) * SLOT - _PHASE.size, len(data), zlib.crc32(data), data)
+
+    def _noted_phase(self, index: int) -> str:
+        """The phase that a rank has noted last; empty: none."""
+        length, check, data = _PHASE.unpack_from(self._memory, (2 * index + 1) * SLOT - _PHASE.size)
+        return data[:length].decode(errors="replace") if zlib.crc32(data[:length]) == check else ""
 
     def read(self, index: int) -> dict[str, Any] | None:
         """The newest complete state of a rank; None: it has written none."""
@@ -61,4 +78,7 @@ class HeartbeatBoard:
             data = self._memory[start : start + min(length, SLOT)]
             if number and zlib.crc32(data) == check and (newest is None or number > newest[0]):
                 newest = number, json.loads(data)
-        return None if newest is None else newest[1]
+        if newest is None:
+            return None
+        beat, noted = newest[1], self._noted_phase(index)
+        return {**beat, "phase": noted} if noted and beat.get("phase", UNKNOWN) != UNKNOWN else beat

@@ -27,7 +27,7 @@ import torch
 
 from shoal.comm.heartbeat import recorder
 from shoal.comm.heartbeat.arrivals import Arrivals, Straggler, sample_of
-from shoal.comm.heartbeat.board import HeartbeatBoard
+from shoal.comm.heartbeat.board import UNKNOWN, HeartbeatBoard
 from shoal.comm.heartbeat.messages import MessageCounter, count_messages
 from shoal.comm.heartbeat.ticket import Ticket, group_of
 
@@ -146,6 +146,7 @@ class Heart:
     def begin(self, phase: str) -> str:
         """Enter a phase; returns the one before."""
         before, self.phase = self.phase, phase
+        self.board.note_phase(self.index, phase)
         if before in TRAINING and phase not in TRAINING:
             self._apart_since = time.time_ns()
         elif phase in TRAINING and before not in TRAINING:
@@ -222,7 +223,7 @@ class Heart:
     def _beat_without_counters(self) -> None:
         """Show that this rank lives, and nothing else: then it is never blamed for what it has not entered."""
         with suppress(Exception):
-            self.board.write(self.index, {**EMPTY, "phase": "unknown", "step": self.step, **self._about()})
+            self.board.write(self.index, {**EMPTY, "phase": UNKNOWN, "step": self.step, **self._about()})
 
 
 def only_pending(beat: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ collective of two. Rows of the table, in this order:
 | culprit, heartbeat old                               | holds the GIL                                       |
 | culprit, state D                                     | blocked in the kernel                               |
 | culprit, heartbeat fresh                             | never entered                                       |
+| the only rank of a host, asleep outside of any call  | as if ranks of other hosts waited for it            |
 | ranks wait for each other in two calls, one unusual  | alone: the other ranks never enter that one         |
 | ranks wait for each other in a circle                | order: they entered two groups in different orders  |
 | all have entered the same call, and it does not end  | network                                             |
@@ -31,8 +32,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from shoal.comm.heartbeat.board import UNKNOWN
 from shoal.comm.heartbeat.ticket import ANY_SOURCE, Ticket, group_of
-from shoal.launch.watch.hang_thresholds import STEP, Thresholds
+from shoal.launch.watch.hang_thresholds import FIRST_STEPS, STEP, Thresholds
 from shoal.launch.watch.lone_call import lone_call
 from shoal.launch.watch.reading import ProcessState, Reading
 
@@ -42,8 +44,6 @@ BUSY = 0.2
 """Fraction of the time from which a rank counts as computing. Heartbeat and idle threads use less than a hundredth."""
 SAME_ON_ALL = {"all_reduce", "broadcast", "reduce", "all_gather", "allgather", "_allgather_base", "reduce_scatter"}
 """Operations whose inputs have the same sizes on all ranks. Those of all_to_all, gather and scatter may differ."""
-UNKNOWN = "unknown"
-"""The phase of a rank whose counters could not be read."""
 OLD_BEAT = 2.0
 """Seconds after which a missing heartbeat means that its thread cannot run."""
 
@@ -93,7 +93,8 @@ def verdict(
     known = _Known(readings, states, thresholds, has_other_hosts)
     if any(state.is_traced for state in states.values()):
         return None  # a debugger is attached to one rank, and the others wait for its user
-    return known.stopped() or known.mismatch() or known.culprit() or known.circle() or known.network()
+    found = known.stopped() or known.mismatch() or known.culprit() or known.lone()
+    return found or known.circle() or known.network()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,27 @@ class _Known:
             if found := self._judged(rank, waiting, call):
                 return found
         return None
+
+    def lone(self) -> Verdict | None:
+        """The only rank of this host, if it sleeps outside of any call: no rank here waits for it, but ranks of other
+        hosts do. That is not seen, so it is ended as late as one that computes, unless it sleeps with the GIL. One
+        without heartbeat has old counters: a call in them may have ended since."""
+        rank = min(self.readings, default=0)
+        if not self.has_other_hosts or len(self.readings) != 1:
+            return None
+        reading, state, is_in_call = self.readings[rank], self._state(rank), any(self._pending(rank))
+        if reading.phase not in (STEP, FIRST_STEPS) or reading.is_partial or reading.uses_gpu or state.busy > BUSY:
+            return None
+        may_wait = is_in_call or not state.wchan or state.wchan.startswith("futex")  # for a rank or another thread
+        if state.letter == "R" or (may_wait and reading.age <= OLD_BEAT):
+            return None
+        found = self._judged(rank, (), None)
+        if found is None or (found.kind == "gil" and not is_in_call):
+            return found
+        limits, median = self.thresholds, self._median()
+        is_final = found.waited >= limits.ended(reading.phase, median, may_pass=True)
+        is_early = found.waited < limits.ended(reading.phase, median, may_pass=False)
+        return None if is_early else replace(found, is_final=is_final)
 
     def _roots(self, edges: list[tuple[int, int, str]]) -> list[int]:
         """The ranks for which others wait, and which wait for none. A rank without heartbeat has old counters."""

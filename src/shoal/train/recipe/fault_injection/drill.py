@@ -11,7 +11,6 @@ Only the variable SHOAL_CHAOS switches it on. It names the folder of a drill:
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.blueprint.faults import DRILL
+from shoal.train.recipe.fault_injection.faults import hold_gil
 from shoal.train.run import Run
 
 _CHUNK = 2**22
@@ -96,21 +96,13 @@ def _carry_out(order: dict[str, Any]) -> None:
     """Fail as ordered: hold the GIL, take memory until the kernel ends this process, or see another wall clock."""
     seconds = float(order.get("seconds", 0.0))
     if order["do"] == "hold_gil":
-        _hold_gil()
+        hold_gil()
     elif order["do"] == "take_memory":
         for _ in range(int(order["bytes"]) // _CHUNK):
             _held.append(bytearray(os.urandom(4096) * (_CHUNK // 4096)))  # written to, so that it is really taken
         _held.clear()
     elif order["do"] == "jump_clock":
         _jump(seconds)
-
-
-def _hold_gil() -> None:
-    """Wait for ever, with the GIL: PyDLL, unlike CDLL, keeps it. A signal, as for a stack, would end a sleep; a thread
-    that locks a mutex twice stays."""
-    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
-    for _ in range(2):
-        libc.pthread_mutex_lock(mutex)
 
 
 def _jump(seconds: float) -> None:

@@ -85,9 +85,20 @@ def _hang(faults: Faults, step: int) -> None:
     if fault := faults.due("sleep_at", step=step):
         time.sleep(fault.seconds or AN_HOUR)
     if fault := faults.due("hold_gil_at", step=step):
-        ctypes.PyDLL(None).sleep(int(fault.seconds or AN_HOUR))  # PyDLL, unlike CDLL, keeps the GIL
+        hold_gil(fault.seconds)
     if faults.due("block_read_at", step=step):
         os.read(os.pipe()[0], 1)
+
+
+def hold_gil(seconds: float | None = None) -> None:
+    """Wait with the GIL, which PyDLL keeps, unlike CDLL. None: for ever. A signal, as for a stack, would end a sleep; a
+    thread that locks a mutex twice stays."""
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
+    if seconds is not None:
+        libc.sleep(int(seconds))
+        return
+    for _ in range(2):
+        libc.pthread_mutex_lock(mutex)
 
 
 def _mismatch(run: Run, fault: Fault) -> None:
