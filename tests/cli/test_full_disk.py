@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.cli.host import Host, until
+from tests.cli.host import Host, Started, until
 from tests.cli.test_resume import WORDS, committed
 from tests.cli.test_train import records
 from tests.cover import wide
@@ -121,6 +122,56 @@ def test_a_disk_that_fills_up_before_a_save(host: Host, tmp_path: Path, mount: M
     (disk / "fill").unlink()
     again = host.run(*words, "--run.duration", f"{kept + 2}step", cwd=tmp_path)
     assert (again.code, again.json["resumed_from"], again.json["saved_step"]) == (0, kept, kept + 2), again.said
+
+
+def test_a_run_restarts_while_the_disk_is_full(host: Host, tmp_path: Path, mount: Mount) -> None:
+    """It ended with C009 or C026, though it trains without saves until there is room. The metrics of repeated steps are
+    dropped all the same."""
+    run = mount("size=4m") / "run"
+    words = [*WORDS, "--nproc", "2", "--run.dir", str(run), "--checkpoint.every", "2step", "--run.duration", "5000step"]
+    started = host.start(*words, "--launch.recovery", "restart", cwd=tmp_path)
+    kept = filled(run, started)
+    os.kill(started.workers[0], signal.SIGKILL)
+    trains_without_saves(run, kept, started)
+
+
+def test_a_run_is_resumed_while_the_disk_of_its_checkpoints_is_full(host: Host, tmp_path: Path, mount: Mount) -> None:
+    """Another program may have taken the room."""
+    run, disk = tmp_path / "run", mount("size=4m")
+    words = [*WORDS, "--nproc", "2", "--run.dir", "run", "--checkpoint.dir", str(disk / "run" / "checkpoints")]
+    words += ["--checkpoint.every", "2step", "--run.duration", "5000step"]
+    started = host.start(*words, cwd=tmp_path)
+    kept = filled(disk / "run", started)
+    os.kill(started.pid, signal.SIGKILL)
+    started.wait()
+    trains_without_saves(disk / "run", kept, host.start(*words, cwd=tmp_path), run)
+
+
+def filled(run: Path, started: Started) -> int:
+    """Fill the disk of a run once a step is saved, and wait for saves that fail; the step that is saved. A save that is
+    under way at first gives back what it had written."""
+    until(lambda: committed(run / "checkpoints") >= 2, started)
+    for number in (1, 2, 3):
+        with suppress(OSError):  # the run takes the last bytes meanwhile
+            fill(run.parent)
+        until(lambda number=number: started.said.count("NOT SAVED, training continues") >= number, started)
+    return committed(run / "checkpoints")
+
+
+def trains_without_saves(disk: Path, kept: int, started: Started, run: Path | None = None) -> None:
+    """Wait until a run has reported that it may not save, has made steps, and saves again when there is room."""
+    metrics = (run or disk) / "metrics.jsonl"
+    until(lambda: "training continues, but saves may fail" in started.said, started)
+    num_failed = started.said.count("NOT SAVED, training continues")
+    until(lambda: started.said.count("NOT SAVED, training continues") > num_failed, started)
+    assert committed(disk / "checkpoints") == kept
+    (disk.parent / "fill").unlink()
+    until(lambda: committed(disk / "checkpoints") > kept, started)
+    os.kill(started.pid, signal.SIGTERM)
+    assert started.wait() == 130, started.said
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [
+        *range(1, started.json["steps"] + 1)
+    ]
 
 
 @pytest.mark.parametrize("where", ["--run.dir", "--checkpoint.dir"])

@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoal.files import opened
@@ -67,6 +68,16 @@ def write_whole(path: Path, text: str) -> None:
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def suppress_full() -> Iterator[None]:
+    """Leave out what a full disk does not take."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
 
 
 def room(path: Path, error: OSError) -> str:

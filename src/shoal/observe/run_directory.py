@@ -23,7 +23,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,7 +35,7 @@ from shoal.config.recipe import Recipe
 from shoal.config.resume_compat import changes, reject_changes
 from shoal.errors import ShoalError
 from shoal.files import opened, read_regular
-from shoal.observe.durable_write import FULL, make_directory, room, sync, write_whole
+from shoal.observe.durable_write import FULL, make_directory, room, suppress_full, sync, write_whole
 from shoal.observe.events import append_event
 from shoal.observe.jsonable import jsonable
 from shoal.observe.run_lock import has_begun_in, is_locked, locked, reject_locked, sign
@@ -135,14 +135,15 @@ class RunDirectory:
             raise _unwritable(path, error) from None
         return cls(path, resumes=resumes, is_fresh=resume == "fresh")
 
-    def begin(self, recipe: Recipe) -> None:
+    def begin(self, recipe: Recipe, *, is_restart: bool = False) -> None:
         """Write the recipe and the environment, and remove what the run before has measured last; if `fresh`, all of
-        it. All checks have passed by now."""
+        it. All checks have passed by now. `is_restart`: on a full disk, those of the same command stay."""
         try:
             if self._is_fresh:
                 _remove_run(self.path)
-            write_whole(self.path / "recipe.yaml", dump_recipe(recipe))
-            write_whole(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
+            with suppress_full() if is_restart else nullcontext():
+                write_whole(self.path / "recipe.yaml", dump_recipe(recipe))
+                write_whole(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
             for name in _OF_BEFORE:  # the run is unfinished again
                 (self.path / name).unlink(missing_ok=True)
             sync(self.path)
@@ -182,7 +183,8 @@ class RunDirectory:
                 if valid != lines:
                     write_whole(path, "".join(f"{line}\n" for line in valid))
             except OSError as error:
-                raise _unwritable(self.path, error, path.name) from None
+                if error.errno not in FULL or not _truncated(path, valid):
+                    raise _unwritable(self.path, error, path.name) from None
 
     def last_evaluation(self) -> tuple[int, float] | None:
         """The step and the loss of the last recorded evaluation; None: there is none."""
@@ -204,6 +206,17 @@ class RunDirectory:
 def _lines(path: Path) -> list[str]:
     with opened(path, "r", encoding="utf-8", errors="replace") as file:
         return [line.rstrip("\n") for line in file]
+
+
+def _truncated(path: Path, lines: list[str]) -> bool:
+    """Whether a file has been reduced to its first lines, which needs no space; False: it begins with others."""
+    data = "".join(f"{line}\n" for line in lines).encode()
+    with opened(path, "r+b") as file:
+        if file.read(len(data)) != data:
+            return False
+        file.truncate(len(data))
+        os.fsync(file.fileno())
+    return True
 
 
 def _step_of(line: str) -> float:

@@ -187,8 +187,9 @@ class Autosaver:
             on_leaders(world, self.memory_hosts, lambda: memory.store.drop(after=after), failed=failed, fix=fix)
         return left
 
-    def check_free_space(self) -> None:
-        """Raise before the first step if the checkpoints do not fit on the disk or in memory."""
+    def check_free_space(self, *, continues: bool) -> None:
+        """Raise before the first step if the checkpoints do not fit on the disk or in memory. A run that continues may
+        have filled the disk itself, and trains on: that is said here, and by every save."""
         world, disk, memory = self.run.world, self.disk.store, self.memory
         own = self._expected_bytes()
         how = {"failed": "the checkpoints do not fit", "fix": "--checkpoint.dir LARGER_DISK"}
@@ -196,7 +197,12 @@ class Autosaver:
 
         def look() -> None:
             num_new = max(1, (self.disk.keep or 2) + 1 - len(disk.steps()))  # the steps that stay, and a draft
-            disk.room(num_bytes * num_new)
+            try:
+                disk.room(num_bytes * num_new)
+            except ShoalError as error:
+                if not continues:
+                    raise
+                self.say(f"training continues, but saves may fail: {error.on_command_line()}")
 
         on_leaders(world, self.disk_hosts, look, **how)
         if memory is not None:

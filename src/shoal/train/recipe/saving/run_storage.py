@@ -111,7 +111,8 @@ def open_storage(run: Run, job: Job, line: ProgressLine, invocation: RunInvocati
     hosts = HostRanks.shared(run.world) if host is None else host.of_disk(run.world)
     resume = "fresh" if job.recipe.run.overwrite else invocation.resume
     is_begun = not is_first or invocation.saved_before > 0  # the host with the run directory may be lost
-    if is_restart and (is_begun or has_begun(run.world, job.recipe, hosts, command=command)):
+    continues = is_restart and (is_begun or has_begun(run.world, job.recipe, hosts, command=command))
+    if continues:
         resume = "auto"
     if job.recipe.run.start_from is not None:
         check_start_from(run, job.recipe, is_fresh=resume == "fresh")  # before anything is removed
@@ -125,7 +126,7 @@ def open_storage(run: Run, job: Job, line: ProgressLine, invocation: RunInvocati
             run, job, directory=directory.path, memory_root=invocation.memory_root, say=line.say, host=host
         )
         if is_first:
-            autosaver.check_free_space()
+            autosaver.check_free_space(continues=continues or (resume == "auto" and directory.resumes))
         autosaver.claim_store()
         resumes = may_resume(resume, directory, job.recipe)
         has_base = run.composed.has_adapters
@@ -185,7 +186,7 @@ def _begin(
 ) -> tuple[int, float] | None:
     """Write the recipe, drop metrics of steps that will be repeated; returns the last evaluation that stays."""
     if writes_recipe:
-        directory.begin(job.recipe)
+        directory.begin(job.recipe, is_restart=restarts > 0)
     reason = f"restart {restarts}" if restarts else ""
     reason += "" if writes_recipe else ": one rank was replaced"
     append_event(directory.path, "resumed" if steps_done or restarts else "started", steps_done, reason)
