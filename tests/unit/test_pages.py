@@ -103,6 +103,11 @@ def test_ended_stopped_and_running(tmp_path: Path) -> None:
         assert read_run(path).state == "running"
         assert "Running, at step 5 of 400" in page_of(path)
     assert read_run(path).state == "dead"
+    append_event(path, "failed", 5)
+    with open(path / "events.jsonl", "rb") as events:  # as its launcher does until new ranks train
+        fcntl.flock(events, fcntl.LOCK_EX)
+        assert read_run(path).state == "running"
+    assert read_run(path).state == "dead"
 
 
 def test_events_of_a_failure_have_its_step_reason_and_code(tmp_path: Path) -> None:
