@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from shoal.pages.run.state import state_of
 from tests.cli.host import Host, Started, until
 from tests.cli.test_resume import WORDS, hexed, left_in_memory
 from tests.cli.test_train import losses, records
@@ -87,14 +86,6 @@ def test_the_others_live_on(host: Host, undisturbed: Undisturbed, tmp_path: Path
     other, lost = started.workers
     os.kill(lost, number)
     until(lambda: "replacing rank 1;" in started.said, started)
-    states: list[str] = []
-
-    def has_resumed() -> bool:
-        states.append(state_of(tmp_path / "run", {}, {}))
-        return '"resumed"' in (tmp_path / "run" / "events.jsonl").read_text()
-
-    until(has_resumed, started)
-    assert set(states) == {"running"}  # not dead, although no rank holds its lock for a while
     assert other in started.workers
     assert lost not in started.workers
     expect_same(started, tmp_path, undisturbed("fp64 tp=2"))

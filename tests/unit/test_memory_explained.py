@@ -8,7 +8,9 @@ from shoal.predict.estimate.peak_memory import PeakMemory
 from shoal.train.recipe.memory.explain import _verdict
 
 MIB = 2**20
-PREDICTED = PeakMemory(17 * MIB, 17 * MIB, 34 * MIB, 600 * MIB, 0, 0, 0, 0, 300 * MIB)
+STATES = {"parameters": 17 * MIB, "gradients": 17 * MIB, "optimizer": 34 * MIB}
+OTHERS = {"activations": 600 * MIB, "context": 300 * MIB}
+PREDICTED = PeakMemory(**STATES, **OTHERS, **dict.fromkeys(("gathered", "buffers", "logits", "allocator"), 0.0))
 
 
 @pytest.mark.parametrize(
