@@ -19,7 +19,7 @@ import pytest
 from tests.cli.host import Host, Started, in_session, until, wait_until
 from tests.cli.test_launchers import free_port
 from tests.cli.test_resume import WORDS, committed, hexed, saves
-from tests.cli.test_train import losses, records
+from tests.cli.test_train import MADE_UP, losses, records
 
 TWO = [*WORDS, "--run.dir", "run", "--checkpoint.every", "1step", "--hosts", "127.0.0.1:1,127.0.0.2:1"]
 SHORT = [*TWO, "--run.duration", "8step"]
@@ -103,6 +103,40 @@ def test_two_hosts_compute_what_one_does_also_after_a_killed_rank_and_among_stra
     assert kinds == ["started", "failed", "resumed", "ended"]
     assert failed["code"] == "N024"
     assert failed["reason"].startswith(killed)
+
+
+THREADED = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(257, hidden), torch.nn.Linear(hidden, 257)
+
+    def forward(self, tokens):
+        torch.ones(2**20).exp_()
+        return self.head(self.embedding(tokens))
+
+def build(hidden):
+    torch.set_num_threads(THREADS)
+    torch.randn(2**20).exp_()  # starts a pool of threads, if there is more than one
+    return Model(hidden)
+"""
+
+
+@pytest.mark.parametrize("threads", ["2", "torch.get_num_threads()"])
+def test_ranks_compute_where_a_model_has_used_threads_before_they_were_started(
+    threads: str, host: Host, tmp_path: Path
+) -> None:
+    (tmp_path / "model.py").write_text(THREADED.replace("THREADS", threads))
+    own = ["train", "--model.name", "model.py:build", "--model.hidden", "8", *MADE_UP, "--data.vocabulary", "256"]
+    words = [*own, "--data.seq_len", "16", "--data.global_batch", "4", "--data.workers", "0", "--device", "cpu"]
+    started = host.start(
+        *words, "--launch.threads", "2", "--run.duration", "3step", "--run.dir", "run", "--json",
+        "--hosts", "127.0.0.1:1,127.0.0.2:1", cwd=tmp_path,
+    )  # fmt: skip
+    assert started.wait(60) == 0, started.said
+    assert started.json["steps"] == 3
 
 
 def test_a_stopped_run_saves_and_a_killed_one_leaves_nothing(host: Host, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from shoal.errors import ShoalError
 from shoal.train.run import Run
 from tests.cover import wide
 from tests.dist.pool import Pool, on_ranks
+from tests.rejects import rejects
 
 
 def data(size: int) -> TensorDataset:
@@ -164,7 +165,8 @@ def test_unused_parameters_are_explained_and_can_be_allowed(world: World) -> Non
     model = Branching()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     run.step(batch)
-    with pytest.raises(ShoalError, match="find_unused_parameters=True"):
+    words = "got unused.weight, unused.bias without a gradient in the last step"
+    with rejects("T034", words, "--run.find_unused_parameters true"):
         run.step(batch)
     run = Run("fp64", world=world, find_unused_parameters=True)
     model = Branching()

@@ -418,6 +418,16 @@ def test_a_run_that_moves(run: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     found = live.check_run(path)
     assert [(each.check, each.level) for each in found] == [("ranks", Level.OK), ("progress", Level.OK)]
     assert "1 of 2 ranks move" in found[0].evidence
+    several = {"groups": {"0": ("dp_replicate", [0, 1, 2, 3])}}
+
+    def go_on(seconds: float) -> None:
+        board.write(1, {**beat(48, 8, 8), **several})
+        (path / "metrics.jsonl").write_text('{"step": 48, "loss": 2.2}\n')
+
+    monkeypatch.setattr(time, "sleep", go_on)
+    found = live.check_run(path)
+    assert found[0].evidence == "1 of 2 ranks of this host, of 4 in all, move (step 42, step 48)"
+    assert found[1].evidence == "step 48 was logged 0 s ago; loss 2.2"  # of the same moment
     log_straggler(path, 1, 0.25, 0.61, stands_out=True)
     monkeypatch.setattr(time, "sleep", lambda seconds: board.write(1, beat(44, 9, 9)))
     words = ("the others wait 61% of the time for rank 1, which is 250 ms late", f"top -H -p {pids[1]}")
@@ -457,6 +467,10 @@ def test_runs_that_no_process_holds(tmp_path: Path, capsys: pytest.CaptureFixtur
         live.check_run(tmp_path)
     (tmp_path / "environment.json").write_text("{}")
     only(live.check_run(tmp_path), Level.FAIL, "it was killed, or failed", "shoal train")
+    with (tmp_path / "events.jsonl").open("wb") as events:
+        fcntl.flock(events, fcntl.LOCK_EX)
+        words = f"process {os.getpid()}, its launcher, lives: it replaces or restarts ranks"
+        only(live.check_run(tmp_path), Level.WARNING, words, "wait, and look again")
     (tmp_path / "environment.json").write_text('{"host": "node7"}')
     assert live.check_run(tmp_path)[0].level is Level.WARNING  # it may live there
     assert "started on 'node7'" in live.check_run(tmp_path)[0].evidence

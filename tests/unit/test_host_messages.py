@@ -183,6 +183,16 @@ def test_a_connection_that_breaks_in_the_handshake_is_tried_again() -> None:
     assert len(accepted) == 2
 
 
+@pytest.mark.parametrize(("wait", "most"), [(0.8, 2.0), (0.0, 2.0)])
+def test_an_agent_waits_for_a_coordinator_as_long_as_it_was_told(wait: float, most: float) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = closed.getsockname()[:2]
+    began = time.monotonic()
+    with rejects("N072", "host b found no coordinator there"):
+        join(address, Key(KEY, "here"), "b", seconds=4.0 if wait else 0.5, wait=wait)
+    assert time.monotonic() - began < most
+
+
 def connected(stack: contextlib.ExitStack) -> tuple[Channel, socket.socket]:
     """A channel over TCP, and its peer, which reads nothing by itself."""
     listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))

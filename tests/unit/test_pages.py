@@ -22,8 +22,11 @@ from shoal.cli import main
 from shoal.comm.heartbeat import slowest
 from shoal.comm.heartbeat.arrivals import Straggler
 from shoal.config.load import build_recipe
+from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
+from shoal.observe import failure_event
 from shoal.observe.events import append_event, append_failure
+from shoal.observe.failure_event import note_failure
 from shoal.observe.run_directory import RunDirectory
 from shoal.pages.curves import MOST_POINTS, downsample
 from shoal.pages.html import ASSETS, data
@@ -102,6 +105,22 @@ def test_ended_stopped_and_running(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert read_run(path).state == "running"
         assert "Running, at step 5 of 400" in page_of(path)
+    assert read_run(path).state == "dead"
+    append_event(path, "failed", 5)
+    with open(path / "events.jsonl", "rb") as events:  # as its launcher does until new ranks train
+        fcntl.flock(events, fcntl.LOCK_EX)
+        assert read_run(path).state == "running"
+    assert read_run(path).state == "dead"
+
+
+def test_a_run_lives_while_the_launcher_lives_that_has_noted_a_failure(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", 5)
+    (path / "lock").write_text("4711\nbegun\n")
+    note_failure(Recipe.model_validate({"run": {"dir": str(path)}}), "4711", ShoalError("rank 1 was lost", code="N024"))
+    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    assert (events[-1]["event"], events[-1]["code"]) == ("failed", "N024")
+    assert read_run(path).state == "running"
+    os.close(failure_event._held.popitem()[1])  # as the kernel does when the launcher ends
     assert read_run(path).state == "dead"
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
+import shoal
 from shoal.errors import RunFailed, ShoalError
 from shoal.models import llama
 from shoal.numerics.gradients import LossScale
@@ -630,3 +631,13 @@ def test_a_step_that_the_script_makes_itself_is_rejected() -> None:
                 optimizer.step()
             break
         assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_profile_of_too_few_steps_says_how_many_they_were(make_run: Any, num_steps: int) -> None:
+    run = make_run("fp64")
+    model = network()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with rejects("T081", f"at least 2 steps, got {num_steps}"), shoal.profile(run):
+        for _ in range(num_steps):
+            run.step((torch.ones(2, 6, dtype=torch.float64), torch.tensor([0, 1])))

@@ -17,7 +17,7 @@ import platform
 import re
 import shlex
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,19 @@ def check_run(path: Path) -> list[Finding]:
         what = f"{str(path)!r} holds no run of shoal: environment.json: {error.strerror}"
         fix = "shoal doctor runs/NAME   # as the user of the run; or: shoal doctor RECIPE"
         raise ShoalError(what, fix=fix, code="N100") from None
-    found = list(_progress(path))
+    return [*_processes(path), *_progress(path)]  # in this order: ranks are observed for a while, and move on
+
+
+def _processes(path: Path) -> Iterable[Finding]:
+    """Whether a process holds the run, and what its ranks do."""
     pid = holder_of(path / "lock")
     if pid is None:
-        return [*_ended(path), *found]
+        launcher = holder_of(path / "events.jsonl")
+        return _ended(path) if launcher is None else _recovering(launcher)
     board = board_of(pid)
     if board is None:
-        return [ok("process", f"process {pid} holds the run; it is one rank, or another launcher's"), *found]
-    return [*_ranks(path, board), *found]
+        return [ok("process", f"process {pid} holds the run; it is one rank, or another launcher's")]
+    return _ranks(path, board)
 
 
 def _progress(path: Path) -> Iterator[Finding]:
@@ -93,6 +98,11 @@ def _ended(path: Path) -> Iterator[Finding]:
     )
 
 
+def _recovering(launcher: int) -> Iterator[Finding]:
+    evidence = f"no rank holds the run, but process {launcher}, its launcher, lives: it replaces or restarts ranks"
+    yield warning("process", evidence, "wait, and look again; what has failed is in the output of the launcher")
+
+
 def _ranks(path: Path, board_path: Path) -> Iterator[Finding]:
     """Observe all ranks for a moment, and name the one that holds up the others."""
     from shoal.comm.heartbeat.board import PARTS, SLOT, HeartbeatBoard
@@ -127,7 +137,9 @@ def _judged(
         evidence = f"{which} stopped by a signal (process {_listed(processes)}){others}"
         yield will_fail("ranks", evidence, f"kill -CONT {' '.join(map(str, processes))}")
     elif moving:
-        yield ok("ranks", f"{len(moving)} of {len(after)} ranks move ({phases})")
+        everywhere = {rank for beat in after.values() for _, ranks in beat["groups"].values() for rank in ranks}
+        here = f" of this host, of {len(everywhere)} in all," if len(everywhere) > len(after) else ""
+        yield ok("ranks", f"{len(moving)} of {len(after)} ranks{here} move ({phases})")
         yield from _straggler(path, pids)
     else:
         yield _verdict(path, after, pids, phases)

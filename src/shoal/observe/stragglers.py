@@ -13,9 +13,6 @@ from shoal.comm.heartbeat.heart import heart
 from shoal.comm.world import World
 from shoal.errors import Problem
 
-FEWEST = 60
-"""Sampled collectives from which a warning is given."""
-
 
 class Stragglers:
     """The straggler as rank 0 of a launch measures it; no rank else, and no rank under another launcher."""
@@ -35,7 +32,7 @@ class Stragglers:
     def warning(self, num_ranks: int) -> Problem | None:
         """A warning, once, when one rank costs more than a tenth of the time."""
         found = self._found()
-        if found is None or self._has_warned or found.collectives < FEWEST:
+        if found is None or self._has_warned:
             return None
         if found.cost_fraction < WARN or not found.stands_out:
             return None

@@ -23,6 +23,8 @@ Sample = Mapping[tuple[str, int], int]
 """Channel and number of a collective → when a rank entered it, in ns."""
 WARN = 0.1
 """Cost, as a fraction of the time, from which a straggler is worth a warning."""
+FEWEST = 60
+"""Sampled collectives from which a rank is named. A few of neighbouring steps may all fall into one busy moment."""
 NOTICEABLE = 1e-4
 """Seconds below which an order of arrival is chance."""
 
@@ -75,8 +77,8 @@ class Arrivals:
             self.costs[rank] = self.costs.get(rank, 0.0) + delay
 
     def straggler(self) -> Straggler | None:
-        """The rank that costs most; None: there were no samples, or all arrive together."""
-        if not self.costs or not self.seconds:
+        """The rank that costs most; None: there were too few samples, or all arrive together."""
+        if self.collectives < FEWEST or not self.costs or not self.seconds:
             return None
         (cost, rank), *others = sorted(((cost, rank) for rank, cost in self.costs.items()), reverse=True)
         delays = self.delays[rank]

@@ -47,7 +47,10 @@ def problem_of(verdict: Verdict, *, num_ranks: int, timeout: float) -> Problem:
         case "order":
             calls = "; ".join(f"{_ranks(ranks)} in {call}" for ranks, call in verdict.versions)
             what = f"{rank} and others have waited for each other for {seconds}: {calls}"
-            return Problem("N034", what, "call the collectives of different groups in the same order on every rank")
+            fix = "call the collectives of different groups in the same order on every rank"
+            if any(" of dp_replicate" in call for _, call in verdict.versions):
+                fix += "; or, if the loss of a rank leaves parameters out, --run.find_unused_parameters true"
+            return Problem("N034", what, fix)
         case "network":
             what = f"{rank} and all others have entered {verdict.call}, which has not ended for {seconds}"
             return Problem("N035", what, f"check the network between the hosts, and GLOO_SOCKET_IFNAME; {longer}")

@@ -27,7 +27,7 @@ LINES = 3.0
 
 def state_of(path: Path, summary: Mapping[str, Any], environment: Mapping[str, Any]) -> State:
     """The state of the run in a directory."""
-    if is_locked(path / "lock"):
+    if is_locked(path / "lock") or is_locked(path / "events.jsonl"):  # of a launcher that brings ranks together again
         return "running"
     if summary:
         return "stopped" if summary.get("was_stopped") is True else "ended"

@@ -9,6 +9,7 @@ the loss of each microbatch for the first, `DDPSync` below does the second.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import to_local
 from shoal.parallel.data.gradient_sync import NOTHING, GradientSync
 from shoal.predict.exact.data_traffic import BUCKET_BYTES
+
+MOST_NAMED = 4
+"""Parameters that a message lists."""
 
 
 def replicate(
@@ -184,11 +188,23 @@ def average_gradients(gradients: list[Tensor], group: dist.ProcessGroup) -> None
             bucket = []
 
 
-def explain_unused(error: RuntimeError) -> None:
-    """Replace torch's message about unused parameters, which names an argument that a user of shoal cannot reach."""
+def explain_unused(error: RuntimeError, model: nn.Module) -> None:
+    """Replace torch's message about unused parameters, which has numbers of parameters, and names an argument that a
+    user of shoal cannot reach."""
     if "find_unused_parameters" in str(error):
+        which = _unused(str(error), model)
         raise ShoalError(
-            "every parameter must take part in the loss of a step, got some without a gradient in the last step",
+            f"every parameter must take part in the loss of a step, got {which} without a gradient in the last step",
             fix="--run.find_unused_parameters true, or requires_grad_(False) for what is never used",
             code="T034",
         ) from error
+
+
+def _unused(message: str, model: nn.Module) -> str:
+    """The names of the parameters whose numbers are in a message of torch."""
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
+    unused = [names[number] for number in map(int, found[1].split()) if number < len(names)] if found else []
+    more = f" and {len(unused) - MOST_NAMED} more" if len(unused) > MOST_NAMED else ""
+    return f"{', '.join(unused[:MOST_NAMED])}{more}" if unused else "some"

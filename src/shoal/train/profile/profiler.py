@@ -103,7 +103,7 @@ class Profiler:
         records = self.run.world.all_gather_object(self._record().to_mapping())
         if not all(record["steps"] for record in records):
             raise ShoalError(
-                f"a profile needs at least {self.warmup + 1} steps, got {self.warmup + self.steps_timed}",
+                f"a profile needs at least {self.warmup + 1} steps, got {len(self.timer.steps)}",
                 fix=f"{self.warmup + 5} steps inside of `with shoal.profile(run)`",
                 code="T081",
             )

@@ -77,7 +77,7 @@ class StepEngine:
             with part("forward"), nullcontext() if head is None else head.with_grad_scale(self.factor):
                 loss_sum = state.objective.loss_sum(state.model, microbatch, state.open_step.weight)
         except RuntimeError as error:
-            explain_unused(error)
+            explain_unused(error, state.model)
             explain_ungathered(error)
             raise
         self._backward(loss_sum)

@@ -87,7 +87,7 @@ def join(
                 code="N052",
             ) from None
         except ConnectionRefusedError:
-            if time.monotonic() + 0.3 > began + max(wait, seconds):
+            if time.monotonic() + 0.3 > began + (wait or seconds):
                 raise _nothing_listens(address, name, time.monotonic() - began) from None
             if wait and not is_noted:
                 is_noted = True

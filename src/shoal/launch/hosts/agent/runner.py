@@ -113,8 +113,12 @@ class HostGroup(WorkerGroup):
             self.report(self.cause)
 
 
-def run_workers(place: HostPlace, work: Work, send: Callable[[Message], None]) -> int:
-    """Start the workers, watch them, and send what becomes of them; the exit code of a runner."""
+def run_workers(place: HostPlace, work: Work, send: Callable[[Message], None], *, can_fork: bool) -> int:
+    """Start the workers, watch them, and send what becomes of them; the exit code of a runner.
+
+    `can_fork`: whether forks of the process that has loaded the job can compute. This one is such a fork, in which the
+    threads of a used pool are gone, and the pool is broken.
+    """
     with scratch_folder() as directory:
 
         def report(failure: Failure) -> None:
@@ -136,7 +140,7 @@ def run_workers(place: HostPlace, work: Work, send: Callable[[Message], None]) -
         try:
             with group.receiving_signals():
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-                method = "fork" if fork_is_safe() else "forkserver"
+                method = "fork" if can_fork and fork_is_safe() else "forkserver"
                 group.start(method, place.num_local, at_global_rank, (place, work.function, *work.args))
                 group.watch()
             send({"say": "ended", "generation": place.generation, **_outcome(group, place, work)})

@@ -45,10 +45,13 @@ def serve_orders(link: socket.socket, prepare: Prepare, key: bytes) -> int:
         elif order["do"] in token_file.ORDERS:
             _send(link, {"generation": order["generation"], **token_file.handle(order)})
         else:
+            from shoal.launch.local import fork_is_safe
+
             assert make_work is not None
             work = make_work(order)
+            can_fork = fork_is_safe()  # in the runner, a fork, no thread of this process could be seen
             before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the runner can pass them on
-            pid = forked(partial(_run, order, work, key, link))
+            pid = forked(partial(_run, order, work, key, link, can_fork=can_fork))
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             _send(link, {"say": "started", "generation": order["generation"], "pid": pid})
     return 0
@@ -57,7 +60,10 @@ def serve_orders(link: socket.socket, prepare: Prepare, key: bytes) -> int:
 def _prepared(order: Message, prepare: Prepare) -> tuple[Message, Callable[[Message], Work] | None]:
     about = {"generation": order["generation"]}
     try:
-        facts, make_work = prepare(order)
+        from shoal.launch.local import one_thread
+
+        with one_thread():  # a model may be built: with threads, workers could not be forked from this process
+            facts, make_work = prepare(order)
     except ShoalError as error:
         return {"say": "rejected", **about, "error": plain_error(error)}, None
     except BaseException as error:
@@ -69,13 +75,13 @@ def _prepared(order: Message, prepare: Prepare) -> tuple[Message, Callable[[Mess
     return {"say": "prepared", **about, **facts}, make_work
 
 
-def _run(order: Message, work: Work, key: bytes, link: socket.socket) -> int:
+def _run(order: Message, work: Work, key: bytes, link: socket.socket, *, can_fork: bool) -> int:
     from shoal.launch.hosts.agent.runner import HostPlace, run_workers
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     place = HostPlace.of(order, key, work.timeout)
-    code = run_workers(place, work, partial(_send, link))
+    code = run_workers(place, work, partial(_send, link), can_fork=can_fork)
     _flush()
     return code
 

@@ -84,7 +84,8 @@ def _verdict(memory: PeakMemory, measured: Mapping[str, int]) -> str:
         return f"{cause} took {size(grown[cause])} more than predicted{requested}"
     limit, needed = measured.get("limit", 0), memory.reserved + measured.get("outside", 0)
     more = f", which is more than the {size(limit)} that a rank has" if 0 < limit < needed else ""
-    return f"no cause grew over its prediction, {size(needed)} together{more}"
+    grew = f" by much: {cause} took {size(grown[cause])} more" if grown[cause] > 0 else ""
+    return f"no cause grew over its prediction{grew}; {size(needed)} are needed together{more}"
 
 
 def _is_one(measured: Mapping[str, int]) -> bool:
