@@ -135,13 +135,14 @@ class RunDirectory:
             raise _unwritable(path, error) from None
         return cls(path, resumes=resumes, is_fresh=resume == "fresh")
 
-    def begin(self, recipe: Recipe, *, is_restart: bool = False) -> None:
+    def begin(self, recipe: Recipe, *, continues: bool = False) -> None:
         """Write the recipe and the environment, and remove what the run before has measured last; if `fresh`, all of
-        it. All checks have passed by now. `is_restart`: on a full disk, those of the same command stay."""
+        it. All checks have passed by now. `continues`: this command has begun before; on a full disk, its
+        files stay."""
         try:
             if self._is_fresh:
                 _remove_run(self.path)
-            with suppress_full() if is_restart else nullcontext():
+            with suppress_full() if continues else nullcontext():
                 write_whole(self.path / "recipe.yaml", dump_recipe(recipe))
                 write_whole(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
             for name in _OF_BEFORE:  # the run is unfinished again

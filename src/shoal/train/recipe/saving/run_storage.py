@@ -143,7 +143,14 @@ def open_storage(run: Run, job: Job, line: ProgressLine, invocation: RunInvocati
         directory.evaluation = on_leaders(
             run.world,
             hosts,
-            lambda: _begin(directory, job, run.steps_done, restarts=invocation.generation, writes_recipe=is_first),
+            lambda: _begin(
+                directory,
+                job,
+                run.steps_done,
+                restarts=invocation.generation,
+                writes_recipe=is_first,
+                continues=continues,
+            ),
             failed=f"the run directory {str(directory.path)!r} cannot be written",
             fix="--run.dir WRITABLE_DIRECTORY",
         )
@@ -182,11 +189,11 @@ def _reject_shorter_duration(run: Run, job: Job, directory: RunDirectory) -> Non
 
 
 def _begin(
-    directory: RunDirectory, job: Job, steps_done: int, *, restarts: int, writes_recipe: bool
+    directory: RunDirectory, job: Job, steps_done: int, *, restarts: int, writes_recipe: bool, continues: bool
 ) -> tuple[int, float] | None:
     """Write the recipe, drop metrics of steps that will be repeated; returns the last evaluation that stays."""
     if writes_recipe:
-        directory.begin(job.recipe, is_restart=restarts > 0)
+        directory.begin(job.recipe, continues=continues)
     reason = f"restart {restarts}" if restarts else ""
     reason += "" if writes_recipe else ": one rank was replaced"
     append_event(directory.path, "resumed" if steps_done or restarts else "started", steps_done, reason)
