@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from shoal.config.recipe import OptimSection
 from shoal.numerics.optim.adamw import AdamW
-from shoal.numerics.optim.adamw_update import stochastically_rounded
+from shoal.numerics.optim.adamw_host import PIECE, update_on_host
+from shoal.numerics.optim.adamw_update import Update, stochastically_rounded, update_plainly
 from shoal.numerics.optim.build import build_optimizer, step_scaled
 from tests.rejects import rejects
 
@@ -59,6 +60,63 @@ def test_rounding_at_random_has_the_right_mean_and_two_values() -> None:
     rounded = stochastically_rounded(x, torch.Generator().manual_seed(0)).float()
     assert set(rounded.unique().tolist()) == {1.0, 1.0 + 2**-7}
     assert abs(float(rounded.mean()) - float(x[0])) < 1e-4
+
+
+def bf16_of(values: Tensor, seed: int) -> list[Tensor]:
+    """Weight and moments in bfloat16 after an update on the host that leaves them as they are: lr and gradient are 0,
+    and so is the decay of the moments."""
+    stored = [torch.zeros_like(values, dtype=torch.bfloat16) for _ in range(3)]
+    update = Update(
+        step=torch.tensor(1.0), lr=0.0, betas=(0.0, 0.0), eps=1.0, decay=0.0, seed=seed, divisor=None, dropped=None
+    )
+    update_on_host(stored[0], values, stored[1], stored[2], update)
+    return stored
+
+
+@pytest.mark.parametrize("size", [1, 1000, PIECE + 3])
+def test_on_the_host_the_numbers_are_those_of_one_tensor_at_a_time(size: int) -> None:
+    """In float32 to rounding; in bfloat16 within one step of it, and on both sides."""
+    generator = torch.Generator().manual_seed(0)
+    weight, gradient, first = torch.randn(3, size, generator=generator)
+    second = torch.rand(size, generator=generator)
+    update = Update(
+        step=torch.tensor(7.0), lr=0.1, betas=(0.9, 0.95), eps=1e-8, decay=0.1, seed=3,
+        divisor=torch.tensor(2.0), dropped=None,
+    )  # fmt: skip
+    exact = [weight.double(), first.double(), second.double()]
+    update_plainly(exact[0], gradient.double(), exact[1], exact[2], update)
+    for dtypes in ([torch.float32] * 3, [torch.float32] + [torch.bfloat16] * 2, [torch.bfloat16] * 3):
+        stored = [one.to(dtype) for one, dtype in zip((weight, first, second), dtypes, strict=True)]
+        begin = [one.double() for one in stored]
+        update_plainly(begin[0], gradient.double(), begin[1], begin[2], update)
+        update_on_host(stored[0], gradient.clone(), stored[1], stored[2], update)
+        assert float(update.step) == 7.0
+        for one, expected, dtype in zip(stored, begin, dtypes, strict=True):
+            tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(one.double(), expected, rtol=tolerance, atol=1e-6)
+            if dtype == torch.bfloat16 and size >= 1000:
+                assert 0.45 < float((one.double() > expected).double().mean()) < 0.55
+
+
+def test_on_the_host_rounding_at_random_has_the_right_mean_in_every_step() -> None:
+    value = 1.0 + 2**-9
+    x = torch.full((200_000,), value)  # a quarter of the way from 1 to the next bfloat16; its square is a half
+    moments = [bf16_of(x, seed)[1:] for seed in (1, 2, 3)]
+    for first, second in moments:
+        assert set(first.float().unique().tolist()) == {1.0, 1.0 + 2**-7}
+        assert abs(float(first.float().mean()) - value) < 1e-4
+        assert abs(float(second.float().mean()) - value**2) < 1e-4
+    ups = torch.stack([first.float() > 1 for first, _ in moments] + [moments[0][1].float() > 1]).double()
+    correlation = torch.corrcoef(ups) - torch.eye(4, dtype=torch.float64)
+    assert float(correlation.abs().max()) < 0.02, "rounding of steps and of moments is independent"
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7F800000, 0])
+def test_on_the_host_what_is_not_finite_stays_so(bits: int) -> None:
+    x = torch.tensor([bits, 0x3F800000], dtype=torch.int32).view(torch.float32)
+    for stored in bf16_of(x, 5)[1:]:
+        assert stored.isfinite().tolist() == [bool(x[0].isfinite()), True]
+        assert bits or float(stored[0]) == 0.0
 
 
 def test_a_moment_in_bf16_still_moves_by_less_than_a_step() -> None:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import Problem, ShoalError, listed, raise_if
 from shoal.numerics.local_tensor import to_local
+from shoal.numerics.optim.adamw_host import update_on_host
 from shoal.numerics.optim.adamw_update import Update, update_plainly
 
 StateDtype = Literal["fp32", "bf16"]
@@ -77,7 +78,8 @@ class AdamW(Optimizer):
                     torch._foreach_sub_(steps, [dropped] * len(steps))
             with _streams(trained) as streams:
                 for number, parameter in enumerate(trained):
-                    seed = _seed(group["seed"], first["num_calls"], parameter)
+                    count = int(self.state[parameter]["step"]) if _is_on_host(parameter) else first["num_calls"]
+                    seed = _seed(group["seed"], count, parameter)
                     with streams[number % len(streams)]:
                         self._update(parameter, group, seed, divisor, dropped)
 
@@ -135,6 +137,8 @@ class AdamW(Optimizer):
             from shoal.numerics.kernels.adamw import update_in_one_pass  # Triton, which CPUs do not have
 
             update_in_one_pass(weight, gradient, first, second, update)
+        elif _is_on_host(weight):
+            update_on_host(weight, gradient, first, second, update)
         else:
             update_plainly(weight, gradient, first, second, update)
 
@@ -184,6 +188,11 @@ def _wrong(group: dict[str, Any]) -> Iterator[Problem]:
 
 def _dtype_for(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:
     return _DTYPES[group["state_dtype"]] if parameter.dtype in _DTYPES.values() else parameter.dtype
+
+
+def _is_on_host(x: Tensor) -> bool:
+    """Whether the host may read its step without a wait. There `step` is also called for some parameters at a time."""
+    return to_local(x).device.type == "cpu"
 
 
 def _is_dense(x: Tensor) -> bool:
