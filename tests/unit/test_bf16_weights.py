@@ -167,7 +167,7 @@ def test_which_precisions_it_is_for(precision: str) -> None:
     assert fix == "param_dtype='fp32', or Run('bf16')"  # what a script can say: it has no options of a command
 
 
-@pytest.mark.parametrize("word", ["sync=diloco:10", "compress=int8", "offload=optimizer"])
+@pytest.mark.parametrize("word", ["sync=diloco:10", "compress=int8"])
 def test_what_it_is_not_built_for(word: str) -> None:
     with rejects("P048", match=word):
         Run(f"bf16 {word}", device="cpu", param_dtype="bf16")

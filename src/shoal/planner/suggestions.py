@@ -97,7 +97,7 @@ def smallest_changes(task: Task, required: Plan) -> Iterator[dict[str, Any]]:
     """Yield changes that may reduce memory, the cheapest first. The command tries each of them."""
     if task.profile.moments > 4:
         yield {"state_dtype": "bf16"}
-    if required.offload == "none" and not task.cluster.device.is_host and task.profile.weight == 4:
+    if required.offload == "none" and not task.cluster.device.is_host:
         yield {"offload": "optimizer"}
     for shorter in (task.sequence // 2, task.sequence // 4):
         if task.workload.is_transformer and shorter >= 512:

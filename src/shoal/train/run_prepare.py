@@ -24,7 +24,7 @@ from shoal.errors import Findings, Problem, raise_if
 from shoal.numerics.init import init_missing
 from shoal.numerics.local_tensor import to_local
 from shoal.numerics.offload.host_copies import HostCopies
-from shoal.numerics.optim.build import memory_of_squares
+from shoal.numerics.optim.build import memory_of_squares, use_fused_kernels
 from shoal.parallel.checks import why_loss_not_fused
 from shoal.parallel.compose import compose
 from shoal.parallel.parallel_model import ParallelModel
@@ -208,6 +208,8 @@ def _give_parameters(state: RunState, optimizer: Optimizer, composed: ParallelMo
     rebind_optimizer(optimizer, composed)
     if composed.local_sgd is not None:
         composed.local_sgd.rescale(memory_of_squares(optimizer), next(iter(composed.named.values())))
+    if state.plan.offload != "none":
+        use_fused_kernels(optimizer)
     folder = state.plan.offload_folder
     is_elsewhere = state.plan.offloaded == "optimizer" and (state.device.type != "cpu" or folder is not None)
     state.host_copies = HostCopies(optimizer, to_local, folder=folder) if is_elsewhere else None

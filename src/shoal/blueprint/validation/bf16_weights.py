@@ -24,7 +24,6 @@ def check_bf16_weights(
     for key, why in (
         ("sync", "which accumulates small changes of weights"),
         ("compress", "which stores its residual in their dtype"),
-        ("offload", "whose copies on the host are updated by torch"),
     ):
         if (value := getattr(plan, key)) not in (None, "none"):
             yield Problem("P048", f"weights in bf16 do not support {key}={value}, {why}", f"{weights}, or no {key}")

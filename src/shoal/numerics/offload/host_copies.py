@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from shoal.numerics.offload.page_locked import PageLocked
 from shoal.numerics.offload.state_files import ARENA, StateFiles
+from shoal.numerics.optim.adamw import AdamW
 
 BUCKET = 2**28
 """Bytes of gradients that are updated at once: long enough to hide the start of a copy, and short beside a step."""
@@ -35,7 +36,7 @@ ALIGNMENT = 64
 """Bytes. The gradients of a bucket begin at cache lines."""
 BY_PARAMETER = (
     *(torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop),
-    *(torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adadelta),
+    *(torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adadelta, AdamW),
 )
 """Optimizers whose `step` may be called for some parameters at a time: they skip those without a gradient, and keep all
 state by parameter."""

@@ -33,7 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.blueprint.plan import Plan
 from shoal.comm.mesh import Mesh
 from shoal.errors import ShoalError
-from shoal.numerics.local_tensor import is_fsdp
+from shoal.numerics.local_tensor import is_dtensor, is_fsdp, to_local
+from shoal.numerics.offload.page_locked import LARGE, PageLocked
 from shoal.numerics.precision import Precision
 from shoal.parallel.data.ddp import average_gradients
 from shoal.parallel.data.fsdp_units import in_order
@@ -43,6 +44,9 @@ from shoal.parallel.data.shard_policy import ShardPolicy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+NEARLY_ALL = 0.9
+"""Of a unit's bytes. The rest, norms and biases, is small enough for a copy from memory that is not locked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +91,8 @@ class Sharding:
 
         # FSDP2 warns that a layer's output, a view, might be changed in place; `verify` shows that none is.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        own = _unsharded(module if isinstance(module, list) else [module])
+        locks_in_place = self.offloads_parameters and _is_nearly_all_large(own, self.mesh.size(-1))
         fully_shard(
             module,
             mesh=self.mesh,
@@ -97,8 +103,12 @@ class Sharding:
                 reduce_dtype=self.reduce_dtype,
                 cast_forward_inputs=False,  # autocast decides the dtype of activations, as on one device
             ),
-            offload_policy=CPUOffloadPolicy() if self.offloads_parameters else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy(pin_memory=not locks_in_place)
+            if self.offloads_parameters
+            else OffloadPolicy(),
         )
+        if locks_in_place:
+            _lock_in_place(own)
 
 
 @dataclass
@@ -156,6 +166,35 @@ def _numbers(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
     """Yield the parameters that stay whole on every rank: those of shape (), which have no dim to cut."""
     found = {parameter: None for module in modules for parameter in module.parameters() if not parameter.dim()}
     yield from found
+
+
+Place = tuple[nn.Module, str]
+"""A module and the name of one of its own parameters."""
+
+
+def _unsharded(modules: Sequence[nn.Module]) -> list[Place]:
+    """The parameters that the next unit will have: those that no inner unit has taken."""
+    owners = (owner for module in modules for owner in module.modules())
+    return [
+        (owner, name)
+        for owner in dict.fromkeys(owners)
+        for name, parameter in owner.named_parameters(recurse=False)
+        if parameter.dim() and not is_dtensor(parameter)
+    ]
+
+
+def _is_nearly_all_large(own: Sequence[Place], num_shards: int) -> bool:
+    """Whether nearly all bytes of a rank's shards are in tensors that can be locked where they are."""
+    shards = [getattr(owner, name).nbytes / num_shards for owner, name in own]
+    return sum(size for size in shards if size >= LARGE) > NEARLY_ALL * sum(shards)
+
+
+def _lock_in_place(own: Sequence[Place]) -> None:
+    """Let the GPU read shards in host memory by itself, as long as their modules exist."""
+    memory = PageLocked()
+    for owner, name in own:
+        memory.lock(to_local(getattr(owner, name)))
+        setattr(owner, "_page_locked", memory)  # noqa: B010  (an attribute of ours on a module of torch)
 
 
 def _set(module: FSDPModule, *, is_last: bool, zero: int) -> None:
