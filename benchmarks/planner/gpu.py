@@ -89,6 +89,20 @@ MODELS: dict[str, LlamaConfig] = {
         hidden=1024, num_layers=16, num_heads=16, num_kv_heads=8, vocabulary=50304, num_experts=32, top_k=4,
         expert_ffn=1024, max_sequence=LONGEST,
     ),
+    "2.0 B": LlamaConfig(
+        hidden=2304, num_layers=24, num_heads=18, num_kv_heads=6, ffn=6144, vocabulary=100352, max_sequence=LONGEST
+    ),
+    "6.0 B": LlamaConfig(
+        hidden=4096, num_layers=28, num_heads=32, num_kv_heads=8, ffn=12288, vocabulary=64000, max_sequence=LONGEST
+    ),
+    "2.5 B, 8 experts": MoeConfig(
+        hidden=1536, num_layers=16, num_heads=12, num_kv_heads=4, vocabulary=32768, num_experts=8, top_k=2,
+        expert_ffn=4096, max_sequence=LONGEST,
+    ),
+    "2.5 B, 128 experts": MoeConfig(
+        hidden=1024, num_layers=12, num_heads=16, num_kv_heads=4, vocabulary=32768, num_experts=128, top_k=8,
+        expert_ffn=512, max_sequence=LONGEST,
+    ),
     "tiny": LlamaConfig(),
     "tiny, 8 experts": MoeConfig(),
 }  # fmt: skip
@@ -173,6 +187,38 @@ SETS: dict[str, tuple[Case, ...]] = {
         Case("8.0 B", 2, 4096, "full", offload="optimizer"),
         Case("3.6 B", 8, 4096, "full", offload="optimizer"),
     ),
+    "later": (  # predicted before, with accumulation and experts as they were fitted to all others
+        Case("2.0 B", 8, 2048),
+        Case("2.0 B", 2, 8192),
+        Case("6.0 B", 1, 4096),
+        Case("6.0 B", 2, 2048),
+        Case("1.1 B", 4, 4096),
+        Case("0.7 B", 4, 16384),
+        Case("3.6 B", 2, 4096, microbatches=2),
+        Case("2.0 B", 4, 2048, microbatches=4),
+        Case("6.0 B", 4, 4096, "full", "bf16"),
+        Case("2.0 B", 8, 4096, "selective"),
+        Case("4.0 B", 2, 8192, "full"),
+        Case("1.5 B", 16, 4096, "selective"),
+        Case("2.8 B", 1, 32768, "full"),
+        Case("8.0 B", 8, 2048, "full", "bf16"),
+        Case("2.0 B", 8, 4096, precision="fp8"),
+        Case("6.0 B", 2, 4096, "selective", "bf16", precision="fp8"),
+        Case("1.1 B", 8, 4096, precision="fp8"),
+        Case("3.6 B", 4, 8192, "full", precision="fp8"),
+        Case("8.0 B", 1, 8192, states="bf16", precision="fp8"),
+        Case("2.5 B, 8 experts", 4, 4096),
+        Case("2.5 B, 8 experts", 8, 2048, "full"),
+        Case("2.5 B, 128 experts", 8, 4096),
+        Case("5.2 B, 16 experts", 8, 2048, states="bf16"),
+        Case("1.7 B, 32 experts", 16, 2048),
+        Case("2.7 B, 64 experts", 2, 8192),
+        Case("6.0 B", 4, 4096, lora=16),
+        Case("2.0 B", 16, 2048, lora=64),
+        Case("8.0 B", 4, 8192, "full", lora=8),
+        Case("2.0 B", 8, 4096, offload="optimizer"),
+        Case("3.6 B", 8, 2048, "full", offload="optimizer"),
+    ),
     "new": (  # predicted before
         Case("0.7 B", 8, 8192),
         Case("1.1 B", 16, 2048),
@@ -241,7 +287,8 @@ def trained(case: Case) -> Iterator[Callable[[], float]]:
     config = MODELS[case.model]
     with Run(case.words, compile=True) as run:
         run.prepare(built(config, case.lora, run.device))
-        run.prepare(build_optimizer(run.parameters, OptimSection(state_dtype=case.states), lr=1e-4))  # type: ignore[arg-type]
+        section = OptimSection(state_dtype=case.states)  # type: ignore[arg-type]
+        run.prepare(build_optimizer(run.parameters, section, lr=1e-4, offload=case.offload))
 
         def step() -> float:
             drawn = torch.randint(config.vocabulary, (case.batch, case.sequence + 1))
@@ -423,7 +470,7 @@ def calibrated(path: Path) -> Cluster:
     return cluster_from_yaml(path)
 
 
-def compare(cases: Sequence[Case], cluster: Cluster, num_steps: int, is_dry: bool) -> None:
+def compare(cases: Sequence[Case], cluster: Cluster, num_steps: int, *, theme: str, is_dry: bool) -> None:
     """Predict all, write it down, run all."""
     papers = [predicted(case, cluster) for case in cases]
     found: list[Found | str | None] = [None] * len(cases)
@@ -431,7 +478,7 @@ def compare(cases: Sequence[Case], cluster: Cluster, num_steps: int, is_dry: boo
     print(result(cluster, cases, papers, found, when), flush=True)
     if is_dry:
         return
-    write("planner", result(cluster, cases, papers, found, when))
+    write(theme, result(cluster, cases, papers, found, when))
     waiting = started(cases[0], num_steps)
     for number, case in enumerate(cases):
         now = waiting
@@ -442,7 +489,7 @@ def compare(cases: Sequence[Case], cluster: Cluster, num_steps: int, is_dry: boo
             measured["error"] if "error" in measured else Found(measured["peak"], measured["seconds"][SETTLING:])
         )
         print(time.strftime("%H:%M:%S"), row(case, papers[number], found[number]), measured, flush=True)
-        path = write("planner", result(cluster, cases, papers, found, when))
+        path = write(theme, result(cluster, cases, papers, found, when))
     print(verdict(papers, found))
     print("written to", path)
 
@@ -474,7 +521,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         said, kept = args.cluster, args.keep or Path(folder) / "cluster.yaml"
         cluster = parse_cluster(said) if said else calibrated(kept)
-    compare(cases, cluster, args.steps, args.dry)
+    theme = "planner" if args.set in ("first", "new") else f"planner-{args.set}"
+    compare(cases, cluster, args.steps, theme=theme, is_dry=args.dry)
 
 
 if __name__ == "__main__":

@@ -124,6 +124,10 @@ class FrameworkProfile:
     """The same for tensors of the feed-forward's width."""
     row_passes: float = 6
     """The same for the rows of experts, which are as wide as tokens: there are `top_k` of a token."""
+    fused_experts_start: float = 0.0
+    """Seconds of each pass through a layer with fused experts, whatever its size: small kernels that route and sort."""
+    accumulation: float = 0.0
+    """Bytes read and written to add the gradient of one parameter to that of the microbatches before."""
     cast_passes: float = 0.0
     """What comes to `passes` in lower precision than float32, in which norms and sums are computed, and cast to it."""
     cast_ffn_passes: float = 0.0
@@ -174,7 +178,8 @@ class FrameworkProfile:
     cut: Cut = "even"
     """How stages are cut."""
     expert_efficiency: float = 0.75
-    """Of that, what many small products of experts reach, some of them busier than others."""
+    """Of that, what many small products of experts reach, some of them busier than others. Fused ones reach all of it,
+    and their activation function costs nothing."""
     efficiency: float = 0.84
     """Of the achievable rate that its products sustain in a whole step: clocks drop under load, kernels follow each
     other with gaps."""
@@ -275,6 +280,7 @@ LEARNT = (
     "passes",
     "ffn_passes",
     "row_passes",
+    "fused_experts_start",
     "adapter_passes",
     "host_forward",
     "host_backward",

@@ -190,6 +190,8 @@ def unequal_stages(case: Case) -> Finding | None:
     numbers += f" are {min(counts)} to {max(counts)} a rank: they wait {percent(idle)} of their time (predicted)"
     moves = [*trades(case, "pp", "dp", "tp"), *trades(case, "dp", "pp"), *trades(case, "tp", "pp"), *schedules(case)]
     found = case.found(numbers, roomier(case, moves), keeps=lambda plan: _idle(task, task.workload, plan) < idle / 2)
+    if found and found.saves and found.saves.part > 3 * idle:  # it gains elsewhere: equal stages end only the wait
+        found = None
     if found or idle < NOTABLE:
         return found
     return Finding(

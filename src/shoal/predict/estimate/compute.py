@@ -113,7 +113,8 @@ def _products(workload: Workload, device: Device, profile: FrameworkProfile, wor
     if part:
         rows = tokens * workload.top_k * work.ep / workload.experts / tp  # of one expert
         here = workload.experts / work.ep
-        total += part * here * feed_forward(rows, workload.expert_ffn) / profile.expert_efficiency
+        reached = 1.0 if _fuses_experts(device, profile, work) else profile.expert_efficiency
+        total += part * here * feed_forward(rows, workload.expert_ffn) / reached
     if part and workload.shared_ffn:
         total += part * feed_forward(tokens, workload.shared_ffn / tp)
     return total
@@ -147,20 +148,27 @@ def _element_wise(workload: Workload, device: Device, profile: FrameworkProfile,
     ffn_passes = profile.ffn_passes + is_cast * profile.cast_ffn_passes
     elements = passes * workload.hidden / (work.tp if work.sp else 1)
     elements += (1 - part) * ffn_passes * workload.ffn / work.tp
+    is_fused = _fuses_experts(device, profile, work)
+    expert_passes = 0.0 if is_fused else ffn_passes
     elements += (
-        part * workload.top_k * (profile.row_passes * workload.hidden + ffn_passes * workload.expert_ffn) / work.tp
+        part * workload.top_k * (profile.row_passes * workload.hidden + expert_passes * workload.expert_ffn) / work.tp
     )
     tokens = work.samples * work.sequence / work.cp
     # The backward reads and writes one and a half times what the forward does: an assumption that `passes` stands on.
     traffic = size * tokens * elements * (2.5 + again + 0.5 * (work.recompute == "selective"))
+    start = part * is_fused * profile.fused_experts_start * (1 + again)
     plain = workload.attention_parameters + (1 - part) * workload.ffn_parameters
     held = plain / work.tp + part * workload.expert_parameters / work.ep / (work.tp if profile.splits_experts else 1)
     if workload.lora:
         adapters = profile.adapter_passes * workload.adapter_features / work.tp
-        return (traffic + size * tokens * adapters * (2.6 + again)) / (device.bandwidth * device.streaming)
+        return start + (traffic + size * tokens * adapters * (2.6 + again)) / (device.bandwidth * device.streaming)
     casts = (profile.weight + 2) * held if profile.weight > 2 and work.precision in ("bf16", "fp16", "fp8") else 0.0
     casts += profile.fp8_casts * held if work.precision == "fp8" else 0.0
-    return (traffic + 2 * profile.gradient * held + casts) / (device.bandwidth * device.streaming)
+    return start + (traffic + 2 * profile.gradient * held + casts) / (device.bandwidth * device.streaming)
+
+
+def _fuses_experts(device: Device, profile: FrameworkProfile, work: Work) -> bool:
+    return profile.fuses_experts and device.is_modern and work.ep == 1 and bytes_in(work.precision) == 2
 
 
 @lru_cache(maxsize=2**14)

@@ -41,6 +41,8 @@ from shoal.predict.workload import Workload
 HOST_UPDATE = 3.5e9
 """Parameters/s that AdamW updates in host memory while gradients and weights are copied beside it: 2.31 s for 8.03 B,
 by 16 cores for one H200 (benchmarks/results/offload_nvidia-h200_2026-11-18.md). Other hosts differ; none was timed."""
+HOST_ROUNDING = 0.7e9
+"""The same where moments are stored in bfloat16: 0.75 billion/s for the update of one tensor by those 16 cores."""
 HOST_LINK = 55e9
 """Bytes/s between device and host in one direction, of the same result. It matters for `offload=parameters`."""
 STREAMED = 12
@@ -184,10 +186,13 @@ def _of_layers(step: StepContext) -> dict[str, float]:
     owned = held.dense / (on.shards if on.zero else 1) + held.experts / (max(1, on.shards // on.ep) if on.zero else 1)
     owned *= workload.trained_part
     device = cluster.device
+    shards = on.shards if on.zero >= 2 else 1
+    accumulated = (m - 1) * (held.dense / shards + held.experts / max(1, shards // on.ep)) * workload.trained_part
     return {
         "matmul": layer.matmul * passes,
         "attention": layer.attention * passes,
-        "memory_bound": layer.memory * passes,
+        "memory_bound": layer.memory * passes
+        + accumulated * profile.accumulation / (device.bandwidth * device.streaming),
         "head": head * m * (place == home),
         "host": layer.waiting * passes + actions(plan.schedule, on, m) * profile.host_action * device.host_factor,
         "tp": layer.tp * passes,
@@ -207,7 +212,7 @@ def _update(step: StepContext, owned: float) -> dict[str, float]:
     if step.plan.offload == "none" or device.is_host:
         update = owned * step.profile.optimizer_traffic / (device.bandwidth * device.streaming)
     else:
-        update = owned / HOST_UPDATE
+        update = owned / (HOST_ROUNDING if step.profile.moments < 8 else HOST_UPDATE)
     if step.plan.offload_folder is not None:
         update = max(update, owned * IN_FILES / DISK)
     streamed = step.m * owned * STREAMED / HOST_LINK if step.plan.offload == "parameters" else 0.0
