@@ -185,7 +185,7 @@ def _unsharded(modules: Sequence[nn.Module]) -> list[Place]:
 
 def _is_nearly_all_large(own: Sequence[Place], num_shards: int) -> bool:
     """Whether nearly all bytes of a rank's shards are in tensors that can be locked where they are."""
-    shards = [getattr(owner, name).nbytes / num_shards for owner, name in own]
+    shards: list[float] = [getattr(owner, name).nbytes / num_shards for owner, name in own]
     return sum(size for size in shards if size >= LARGE) > NEARLY_ALL * sum(shards)
 
 
