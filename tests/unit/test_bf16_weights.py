@@ -92,6 +92,16 @@ def test_norms_of_gradients_of_several_kinds_are_not_rounded_to_the_least() -> N
     assert [float(norm) for norm in norms] == pytest.approx([1000**0.5] * 2, rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_norm_of_a_large_gradient_in_host_memory_is_exact(dtype: torch.dtype) -> None:
+    """Added up in one piece it was 0.5 % too small, and so clipping too weak."""
+    x = torch.full((3, 2**23 + 1), 0.75, dtype=dtype)
+    for one in (x, x.t()):
+        (norm,) = norms_of([one])
+        assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert float(norm) == pytest.approx(0.75 * x.numel() ** 0.5, rel=1e-5)
+
+
 def test_norms_of_gradients_in_bf16_are_not_rounded_to_it() -> None:
     gradient = torch.full((999,), 0.5, dtype=torch.bfloat16)
     (norm,) = norms_of([gradient])

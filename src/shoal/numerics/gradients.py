@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from shoal.numerics.precision import wide
 
+PIECE = 2**20
+"""Numbers of a gradient in host memory that are added up at once: enough for all cores."""
+
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return the gradients that exist, in the order of the parameters."""
@@ -26,11 +29,22 @@ def norms_of(gradients: list[Tensor]) -> list[Tensor]:
         from shoal.numerics.kernels.gradients import norms_in_one_pass  # Triton, which CPUs do not have
 
         return norms_in_one_pass(gradients)
+    if gradients and all(x.device.type == "cpu" for x in gradients):
+        return [_norm_on_host(x) for x in gradients]
     if any(gradient.dtype.itemsize < 4 for gradient in gradients):
         if len({gradient.dtype for gradient in gradients}) > 1:
             return [torch.linalg.vector_norm(x, dtype=wide(x.dtype)) for x in gradients]
         return list(torch._foreach_norm(gradients, dtype=torch.float32))
     return list(torch._foreach_norm(gradients)) if gradients else []
+
+
+def _norm_on_host(x: Tensor) -> Tensor:
+    """Return the 2-norm by pieces. torch adds up a large tensor in float32 with an error of 0.5 %, and one in bfloat16
+    at a tenth of the speed."""
+    dtype = wide(x.dtype)
+    pieces = x.reshape(-1).split(PIECE) if x.numel() > PIECE else (x,)
+    norms = [torch.linalg.vector_norm(piece.to(dtype)) for piece in pieces]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def global_norm(norms: Sequence[Tensor]) -> Tensor:
