@@ -49,7 +49,7 @@ from shoal.predict.workload import Workload
 from shoal.train.run import Run
 
 GIB = 2**30
-MEMORY_BAR, WORST_MEMORY_BAR, TIME_BAR = 0.03, 0.06, 0.08
+MEMORY_BAR, WORST_MEMORY_BAR, TIME_BAR = 0.01, 0.03, 0.025
 SETTLING = 2
 """Steps that do not count: the first one compiles, and in the second one AdamW changes to another kernel."""
 
@@ -438,10 +438,11 @@ def result(
 ) -> str:
     device = cluster.device
     question = (
-        "Llamas and a mixture of experts on random tokens: `microbatches x sequences x tokens, recompute`; bf16,"
-        " weights in float32, AdamW with states in float32 or bfloat16, compiled, no clipping. Memory: what tensors"
-        " take at the fullest moment (`torch.cuda.max_memory_allocated`). A step is forward, backward and update; the"
-        f" median of those after the second. All of it was predicted at {when}, before the first run."
+        "Llamas and mixtures of experts on random tokens: `microbatches x sequences x tokens, recompute`; bf16 where"
+        " nothing else is said, weights in float32 (with LoRA frozen ones in bfloat16), AdamW with states in float32 or"
+        " bfloat16, compiled, no clipping. Memory: what tensors take at the fullest moment"
+        " (`torch.cuda.max_memory_allocated`). A step is forward, backward and update; the median of those after the"
+        f" second. All of it was predicted at {when}, before the first run."
     )
     rates = ", ".join(f"{word} {rate / 1e12:.0f}" for word, rate in device.achievable.items())
     return "\n".join(
