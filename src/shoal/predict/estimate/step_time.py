@@ -45,9 +45,9 @@ HOST_ROUNDING = 0.7e9
 """The same where moments are stored in bfloat16: 0.75 billion/s for the update of one tensor by those 16 cores."""
 HOST_LINK = 55e9
 """Bytes/s between device and host in one direction, of the same result. It matters for `offload=parameters`."""
-STREAMED = 12
-"""Bytes of one parameter that cross the link for each microbatch of `offload=parameters`, in float32: its weight for
-the forward and for the backward, and its gradient. No such run was timed."""
+CROSSINGS = 3
+"""How often one parameter crosses the link for each microbatch of `offload=parameters`: its weight for the forward and
+for the backward, and its gradient."""
 DISK = 2e9
 """Bytes/s that a disk reads while it writes as many. An assumption, of an NVMe disk; no other was timed."""
 IN_FILES = 8
@@ -215,7 +215,8 @@ def _update(step: StepContext, owned: float) -> dict[str, float]:
         update = owned / (HOST_ROUNDING if step.profile.moments < 8 else HOST_UPDATE)
     if step.plan.offload_folder is not None:
         update = max(update, owned * IN_FILES / DISK)
-    streamed = step.m * owned * STREAMED / HOST_LINK if step.plan.offload == "parameters" else 0.0
+    crossing = step.m * owned * CROSSINGS * step.profile.weight / HOST_LINK
+    streamed = crossing if step.plan.offload == "parameters" else 0.0
     is_on_device = step.plan.offload == "none" or (device.is_host and step.plan.offload_folder is None)
     return {"optimizer": update, "offload": 0.0} if is_on_device else {"optimizer": 0.0, "offload": update + streamed}
 
