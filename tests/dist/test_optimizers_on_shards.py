@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.comm.world import World
+from shoal.config.recipe import OptimSection
+from shoal.numerics.optim.build import build_optimizer
 from shoal.train.run import Run
 from tests.dist.pool import Pool, on_ranks
 from tests.rejects import rejects
@@ -80,6 +82,28 @@ def test_rprop_is_rejected_before_its_first_step(world: World) -> None:
     model = build()
     with rejects("T103", "Rprop", "zero=3"):
         Run("fp64 zero=3", world=world).prepare(model, torch.optim.Rprop(model.parameters()))
+
+
+@on_ranks(2)
+def test_a_fused_sgd_is_rejected_before_its_first_step(world: World) -> None:
+    for plan in ("zero=3", "tp=2"):
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        with rejects("T103", "fused", plan, "fused=False"):
+            Run(f"fp64 {plan}", world=world).prepare(model, optimizer)
+
+
+@pytest.mark.parametrize("plan", ["zero=1", "zero=3"])
+@on_ranks(2)
+def test_the_sgd_of_a_recipe_knows_shards(world: World, plan: str) -> None:
+    """Its fused kernel ended in a traceback of DTensor in its first step."""
+    run = Run(f"fp64 {plan}", world=world, loss=lambda model, x: model(x).square().mean())
+    model = run.prepare(build())
+    optimizer = build_optimizer(model.parameters(), OptimSection(name="sgd", momentum=0.9), lr=0.1)
+    run.prepare(optimizer)
+    before = run.weights()
+    run.step(torch.ones(2, 5, dtype=torch.float64))
+    assert any(not torch.equal(before[name], after) for name, after in run.weights().items())
 
 
 @on_ranks(2)

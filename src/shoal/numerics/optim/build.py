@@ -57,7 +57,7 @@ def build_optimizer(
         return LARS(groups, lr=lr, momentum=section.momentum, trust=section.trust)
     if section.name == "adamw" and _is_own(section, trained, offload):
         return OwnAdamW(groups, lr=lr, betas=betas, eps=eps, state_dtype=section.state_dtype, seed=seed)
-    fused, foreach = _implementation(section.implementation, trained)
+    fused, foreach = _implementation(section, trained)
     if section.name == "adamw":
         return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused, foreach=foreach)
     return SGD(groups, lr=lr, momentum=section.momentum, fused=fused, foreach=foreach)
@@ -107,8 +107,9 @@ def set_lr(optimizer: Optimizer, factor: float) -> None:
 def use_fused_kernels(optimizer: Optimizer) -> None:
     """Let torch's optimizer update parameters in host memory by its fused kernel, which is 17 times as fast on 16 cores
     as its default there, unless the script has chosen another."""
-    if type(optimizer) not in (AdamW, Adam, SGD, Adagrad):
-        return
+    is_sharded = any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    if type(optimizer) not in ((AdamW, Adam) if is_sharded else (AdamW, Adam, SGD, Adagrad)):
+        return  # torch has no fused kernel of the others for DTensors
     for group in optimizer.param_groups:
         is_chosen = group.get("fused") is not None or group.get("foreach") is not None
         if not is_chosen and not group.get("differentiable"):
@@ -124,8 +125,11 @@ def _is_own(section: OptimSection, parameters: list[nn.Parameter], offload: str)
     return section.implementation == "auto" and stays and is_fp32 and all(p.device.type == "cuda" for p in parameters)
 
 
-def _implementation(choice: str, parameters: list[nn.Parameter]) -> tuple[bool, bool]:
-    """Return `(fused, foreach)` for torch."""
+def _implementation(section: OptimSection, parameters: list[nn.Parameter]) -> tuple[bool, bool]:
+    """Return `(fused, foreach)` for torch. Its fused SGD does not know shards."""
+    choice = section.implementation
+    if choice == "auto" and section.name == "sgd" and any(map(is_dtensor, parameters)):
+        choice = "foreach"
     if choice == "auto":
         fusible = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
         types = {parameter.device.type for parameter in parameters}
