@@ -162,7 +162,7 @@ class FrameworkProfile:
     overlaps_gathers: bool = True
     """Whether the next unit of sharded parameters travels while one is computed."""
     copies_in_traffic: float = 0.0
-    """Times that parameters and gradients are copied on their way, where memory is so slow that it matters."""
+    """Times that gathered and scattered tensors are copied on their way, where memory is so slow that it matters."""
     tp_exposed: float = 1.0
     """The part of tp's traffic that nothing hides."""
     reduce: float = 4

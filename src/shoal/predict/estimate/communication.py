@@ -32,10 +32,11 @@ def between_layers(
         return 0.0, 0.0, 0.0
     messages = exact_messages(workload, work) if profile.is_exact else textbook_messages(workload, work)
     tensor, context, expert = (cluster.link(*of) for of in ((work.tp, 1), (work.cp, work.tp), (work.ep, work.tp)))
+    copying = _copying(cluster, profile)
     tp = cp = ep = 0.0
     for axis, operation, calls, size, waits in messages:
         if axis == "tp":
-            travel = tensor.reduce(size) if operation == "all_reduce" else tensor.gather(size)
+            travel = tensor.reduce(size) if operation == "all_reduce" else tensor.gather(size) + copying * size
             tp += calls * (profile.tp_exposed * travel + 2 * waits * (tensor.nodes - 1) * profile.crossing)
         elif axis == "cp":
             cp += calls * (context.send(size) if operation == "send" else context.exchange(size))
@@ -131,7 +132,7 @@ def data_parallel(step: StepContext, share: RankShare, *, micro: float, backward
     sent = exchange_of(step, share)
     window = backward * profile.shadow
     reduced, gathered = max(profile.reduce, on.size), max(profile.gather, on.size)  # bytes of an element
-    copying = 2 * profile.copies_in_traffic / (cluster.device.bandwidth * cluster.device.streaming)  # seconds of a byte
+    copying = _copying(cluster, profile)
     if on.zero == 0:
         size = (sent.dense + sent.experts) * trained * reduced * on.part_sent
         buckets = max(1.0, size / profile.bucket_size)
@@ -186,6 +187,11 @@ def exchange_of(step: StepContext, share: RankShare) -> Exchanged:
     if step.profile.is_exact and workload.is_transformer and on.pp * on.v <= workload.layers:
         return exact_exchange(workload, step.plan, num_microbatches=step.m)
     return Exchanged(share.dense, share.experts, 0)
+
+
+def _copying(cluster: Cluster, profile: FrameworkProfile) -> float:
+    """Seconds in which one byte of a gathered or scattered message is copied on its way."""
+    return 2 * profile.copies_in_traffic / (cluster.device.bandwidth * cluster.device.streaming)
 
 
 def _more_messages(link: Link, count: float) -> float:
