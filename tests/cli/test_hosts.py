@@ -50,6 +50,22 @@ def hosts() -> Iterator[list[tuple[str, str]]]:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
+@pytest.fixture
+def stranger(hosts: list[tuple[str, str]]) -> Iterator[str]:
+    """The name of a third host, which has a cable to the first one, and the address 10.78.0.9."""
+    (first, _), name = hosts[0], f"shoal-test-{os.getpid()}-stranger"
+    ip("netns", "add", name)
+    try:
+        ip("link", "add", "cable2", "netns", first, "type", "veth", "peer", "name", "cable3", "netns", name)
+        for network, address, cable in ((first, "10.78.0.1", "cable2"), (name, "10.78.0.9", "cable3")):
+            ip("-n", network, "address", "add", f"{address}/24", "dev", cable)
+            ip("-n", network, "link", "set", cable, "up")
+        ip("-n", name, "route", "add", "10.77.0.0/24", "via", "10.78.0.1")
+        yield name
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
 def train(directory: Path, words: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         words, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

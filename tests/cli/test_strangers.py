@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import pickle
 import select
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cli.host import Host, enter_network, until
-from tests.cli.test_hosts import hosts
+from tests.cli.test_hosts import hosts, stranger
 from tests.cli.test_resume import WORDS, committed, saves
 from tests.cli.test_train import losses, records
 
-__all__ = ["hosts"]  # a fixture
+__all__ = ["hosts", "stranger"]  # fixtures
 
 PORT = 29681
 STEPS = 12
@@ -142,3 +145,74 @@ def test_a_stranger_at_every_port_stops_nobody_and_runs_nothing(
     plain = host.run(*words[:-1], f"{STEPS}step", "--run.dir", "plain", "--nproc", "2", cwd=tmp_path)
     assert plain.code == 0, plain.said
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-12)
+
+
+SECONDS_TO_FIND = 0.1
+"""A stranger has to find the number of a port first. Here it is read at once, also before the port is filtered."""
+
+
+def knock(doors: Callable[[], list[tuple[str, int]]], opened: set[int], is_over: threading.Event) -> None:
+    """Try to connect to all of some ports at once, again and again; send the numbers of gloo's peers."""
+    pending: list[tuple[float, socket.socket, int]] = []
+    held: list[socket.socket] = []
+    for number in itertools.count():
+        if is_over.wait(0.002):
+            break
+        for address in doors():
+            each = socket.socket()
+            each.setblocking(False)
+            each.connect_ex(address)
+            pending.append((time.monotonic(), each, address[1]))
+        ready = select.select([], [each for _, each, _ in pending], [], 0)[1]
+        for began, each, port in list(pending):
+            if each in ready or time.monotonic() - began > 0.5:
+                pending.remove((began, each, port))
+                if each in ready and not each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    opened.add(port)
+                    with contextlib.suppress(OSError):
+                        each.send((number % 4).to_bytes(8, "little"))
+                    held.append(each)
+                else:
+                    each.close()
+        while len(held) > 300:
+            held.pop(0).close()
+    for each in (*held, *(each for _, each, _ in pending)):
+        each.close()
+
+
+def test_a_stranger_on_another_host_takes_no_connection_of_gloo(
+    host: Host, hosts: list[tuple[str, str]], stranger: str, tmp_path: Path
+) -> None:
+    (first, here), (_, there) = hosts
+    env = {"SHOAL_KEY": "a key for a test of strangers"}
+    words = [*WORDS, "--run.dir", "run", "--checkpoint.every", "1step", "--run.duration", "300step"]
+    meeting = ["--hosts", f"{here}:1,{there}:1", "--ssh", "none", "--listen", f"{here}:{PORT}"]
+    started = host.start(*words, *meeting, cwd=tmp_path, env=env, network=first)
+    opened: set[int] = set()
+    since: dict[tuple[str, int], float] = {}
+
+    def doors() -> list[tuple[str, int]]:
+        with contextlib.suppress(OSError):
+            found = [each for each in listening_ports(started.pid) if each[0] == here and each[1] != PORT]
+            return [
+                each for each in found if time.monotonic() - since.setdefault(each, time.monotonic()) > SECONDS_TO_FIND
+            ]
+        return []
+
+    until(lambda: any(port == PORT for _, port in listening_ports(started.pid)), started)
+    with in_network(stranger, lambda is_over: knock(doors, opened, is_over)):
+        agents = [
+            host.start("agent", "--join", f"{here}:{PORT}", "--name", name, cwd=tmp_path, env=env, network=network)
+            for network, name in hosts
+        ]
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, started)
+        time.sleep(1.5)
+        assert len(doors()) > 1
+        assert opened == {PORT + 1}  # that of the store, which authenticates: the stranger reaches the host
+        os.kill(started.pid, signal.SIGTERM)
+        assert started.wait() == 130, started.said
+    assert [agent.wait() for agent in agents] == [0, 0]
+    kinds = [json.loads(line)["event"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert {kind for kind in kinds if kind != "saved"} == {"started", "stopped"}, started.said
+    assert "every address may connect" not in started.said

@@ -132,6 +132,25 @@ def hang_in_a_pair(place: Placement, store: dist.Store) -> None:
                 dist.all_reduce(torch.ones(50), group=tp[place.rank // 2])
 
 
+def messages_after_the_heartbeat(place: Placement, store: dist.Store) -> list[float]:
+    with World.start(place, device="cpu", store=store, timeout=30, threads=1) as world:
+        beating = heart()
+        assert beating is not None
+        beating.stop()
+        number = torch.full((1,), float(world.rank))
+        if place.rank == 0:
+            dist.send(number + 5, 1, group=world.control_group)
+            dist.recv(number, group=world.control_group)
+        else:
+            dist.recv(number, 0, group=world.control_group)
+            dist.send(number + 1, 0, group=world.control_group)
+        return number.tolist()
+
+
+def test_messages_are_sent_also_after_the_heartbeat_has_ended() -> None:
+    assert launch(messages_after_the_heartbeat, nproc=2) == [[6.0], [5.0]]
+
+
 def test_torchs_numbers_of_groups_are_not_taken_for_their_names() -> None:
     """They differ from rank to rank, and with them rank 0 would seem to be elsewhere than where it waits."""
     with pytest.raises(RunFailed) as caught:

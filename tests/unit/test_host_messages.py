@@ -21,15 +21,17 @@ import pytest
 from shoal.cli.agent.prepare import check_recipe
 from shoal.cli.train import main as train
 from shoal.comm.rendezvous.key import Key
+from shoal.comm.rendezvous.listener_guard import Peers
 from shoal.errors import ShoalError
 from shoal.launch.hosts import listener as listener_module
 from shoal.launch.hosts import members as members_module
 from shoal.launch.hosts import messages as messages_module
 from shoal.launch.hosts.agent.join import join, run_agent
 from shoal.launch.hosts.agent.probe import Probe
+from shoal.launch.hosts.generation import peers_of
 from shoal.launch.hosts.hostlist import HostSpec, called, check_names, choose_address, read_hosts
-from shoal.launch.hosts.members import Members
-from shoal.launch.hosts.messages import CHALLENGE, MAGIC, MOST, PROOF, Channel, Ended, Stranger, prove
+from shoal.launch.hosts.members import Member, Members
+from shoal.launch.hosts.messages import CHALLENGE, MAGIC, MOST, PROOF, Channel, Ended, Message, Stranger, prove
 from shoal.launch.hosts.ssh import command_for, is_reached, start_agent, why_ended
 from shoal.launch.stop_signals import STOP_SIGNALS
 from tests.rejects import rejects
@@ -394,6 +396,57 @@ def test_a_port_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch)
     names = [target.split()[0] for target, _ in report["failed"]]
     open_.close()
     assert names == ["c", "d"]
+
+
+def reached(prober: Probe, targets: list[list[object]]) -> Message:
+    """The report of a host that has connected to others."""
+    prober.reach(targets)
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        report = prober.turn(set(select.select([], list(prober.pending), [], 0.05)[1]))
+        if report is not None:
+            return report
+    raise AssertionError
+
+
+def test_a_host_learns_from_where_others_connect_and_believes_no_stranger() -> None:
+    here, there = Probe(), Probe()
+    listening = here.listen("127.0.0.1", 0)
+    report = reached(there, [["host here", "127.0.0.1", listening["port"]]])
+    socket.create_connection(
+        ("127.0.0.1", listening["port"]), timeout=5, source_address=("127.0.0.66", 0)
+    ).close()  # a stranger
+    here.close()
+    assert report["used"] == {"host here": "127.0.0.1"}
+    assert "127.0.0.1" in report["addresses"]
+    assert here.seen == {"127.0.0.1", "127.0.0.66"}
+    claimed = {"used": ["127.0.0.1"], "addresses": ["127.0.0.1", "10.0.0.2"]}
+    assert here.peers(claimed) == (Peers(("127.0.0.1", "10.0.0.2"), "127.0.0.1"), "")
+    # the other host has connected from 10.0.0.2, as it says; here, the connection came from another address
+    translated, why = here.peers({**claimed, "used": ["10.0.0.2"]})
+    assert translated is None
+    assert why == "a host has connected from 10.0.0.2, and its connection has not come from there"
+    assert here.peers(None)[0] is None
+    here.listen("127.0.0.1", 1)  # of the next generation
+    assert here.seen == set()
+    here.close()
+
+
+def test_addresses_of_all_hosts_are_sent_to_each_and_only_if_all_have_connected() -> None:
+    hosts = [Member(HostSpec(name, 1)) for name in "abc"]
+    reports: dict[Member, Message] = {
+        host: {
+            "used": {f"host {other.name}": f"10.0.{number}.1" for other in hosts if other is not host},
+            "addresses": [f"10.0.{number}.1", "172.17.0.1"],
+        }
+        for number, host in enumerate(hosts)
+    }
+    addresses = ["10.0.0.1", "10.0.1.1", "10.0.2.1", "172.17.0.1"]
+    assert peers_of(hosts[0], reports) == {"used": ["10.0.1.1", "10.0.2.1"], "addresses": addresses}
+    del reports[hosts[2]]["used"]["host a"]
+    assert peers_of(hosts[0], reports) is None
+    assert peers_of(hosts[1], reports) is not None
+    assert peers_of(hosts[0], {}) is None
 
 
 def test_a_program_that_does_not_exist_starts_no_agent() -> None:

@@ -24,12 +24,9 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from shoal.comm.own_sockets import FOLDER, Socket, open_sockets
+from shoal.comm.rendezvous.listener_guard import guarding
 from shoal.errors import LostPeer
-
-FOLDER = "/proc/self/fd"
-
-Socket = tuple[int, str]
-"""A descriptor, and the kernel's name of its socket: descriptors are used again."""
 
 
 @dataclass(slots=True)
@@ -62,11 +59,12 @@ def note_thread(thread: threading.Thread) -> None:
 @contextmanager
 def noting_connections() -> Iterator[None]:
     """Note the sockets that appear during the context, in which groups are created."""
-    before = _open_sockets()
+    before = open_sockets()
     try:
-        yield
+        with guarding(before):
+            yield
     finally:
-        _groups.sockets |= _open_sockets() - before
+        _groups.sockets |= open_sockets() - before
 
 
 def is_cut() -> bool:
@@ -84,7 +82,7 @@ def cut_groups() -> None:
     _groups.is_cut = True
     if dist.is_initialized() and "nccl" in dist.get_backend_config():
         dist.distributed_c10d._abort_process_group()  # written for NCCL, never run on several GPUs
-    for descriptor, _ in _groups.sockets & _open_sockets():
+    for descriptor, _ in _groups.sockets & open_sockets():
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.getpeername()  # raises for a socket that listens
             connection.shutdown(socket.SHUT_RDWR)
@@ -107,15 +105,3 @@ def drop_groups(seconds: float) -> None:
     _groups.closed.clear()
     _groups.sockets.clear()
     _groups.is_cut = False
-
-
-def _open_sockets() -> set[Socket]:
-    """All sockets of this process; none on systems without /proc."""
-    found: set[Socket] = set()
-    with suppress(OSError):
-        for name in os.listdir(FOLDER):
-            with suppress(OSError):  # the descriptor of this folder itself
-                link = os.readlink(f"{FOLDER}/{name}")
-                if link.startswith("socket:"):
-                    found.add((int(name), link))
-    return found

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from shoal.files import read_small
+
 ROOT = Path("/sys/fs/cgroup")
 PERIOD = "cpu.cfs_period_us"
 
@@ -92,7 +94,7 @@ def _around(root: Path, own: Path, controller: str) -> Iterator[Path]:
 def _folders(root: Path, own: Path, controller: str = "memory") -> list[Path]:
     """Where the files of this group may be, the most likely first."""
     try:
-        lines = own.read_text().splitlines()
+        lines = read_small(own).splitlines()
     except OSError:
         return []
     found: list[Path] = []
@@ -107,7 +109,7 @@ def _folders(root: Path, own: Path, controller: str = "memory") -> list[Path]:
 
 def _numbers(path: Path) -> dict[str, int]:
     try:
-        words = [line.split() for line in path.read_text().splitlines()]
+        words = [line.split() for line in read_small(path).splitlines()]
     except OSError:
         return {}
     return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdecimal()}

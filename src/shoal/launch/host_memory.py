@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from shoal.files import read_small
 from shoal.launch import cgroup
 
 SHORT_OF_MEMORY = 0.9  # of the host's memory in use
@@ -76,7 +76,7 @@ class Memory:
 def resident_bytes(pid: int | str = "self") -> int:
     """Bytes of a process that are in memory now; 0: not known."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(read_small(f"/proc/{pid}/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
         return 0
 
@@ -89,7 +89,7 @@ def _counter(path: str, name: str) -> int:
 def _counters(path: str, *names: str) -> list[int]:
     """Several of them, from one reading."""
     try:
-        words = [line.split() for line in Path(path).read_text().splitlines()]
+        words = [line.split() for line in read_small(path).splitlines() if line.startswith(names)]
     except OSError:
         return [0] * len(names)
     found = {line[0]: int(line[1]) for line in words if line[0] in names}

@@ -65,7 +65,9 @@ def _is_pending(reference: Any) -> bool:
 
 def count_messages(counter: MessageCounter) -> Callable[[], None]:
     """Count all messages of this process; return a function that ends it."""
-    methods = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")}
+    names = ("send", "recv", "recv_anysource")
+    # What getattr returns is not bound to an object when it is set again.
+    before = {name: dist.ProcessGroup.__dict__[name] for name in names}
 
     def counted(original: Any, name: str) -> Any:
         @functools.wraps(original)
@@ -82,11 +84,11 @@ def count_messages(counter: MessageCounter) -> Callable[[], None]:
 
         return call
 
-    for name, original in methods.items():
-        setattr(dist.ProcessGroup, name, counted(original, name))
+    for name in names:
+        setattr(dist.ProcessGroup, name, counted(getattr(dist.ProcessGroup, name), name))
 
     def end() -> None:
-        for name, original in methods.items():
-            setattr(dist.ProcessGroup, name, original)
+        for name, method in before.items():
+            setattr(dist.ProcessGroup, name, method)
 
     return end

@@ -16,6 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from shoal.comm.rendezvous.listener_guard import guard_listeners
 from shoal.comm.rendezvous.mac import TAG, mac
 from shoal.errors import RunFailed
 
@@ -33,6 +34,7 @@ class SealedStore(dist.Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Encrypt, sign and write."""
+        guard_listeners()  # gloo publishes the number of its port through this call
         self._store.set(key, self.seal(key, value.encode() if isinstance(value, str) else bytes(value)))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:

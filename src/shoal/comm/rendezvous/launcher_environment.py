@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from shoal.comm.rendezvous.listener_guard import Peers
 from shoal.comm.rendezvous.slurm_nodelist import expand_counts, expand_hosts
 from shoal.errors import Problem, raise_if
 
@@ -59,6 +60,8 @@ class Placement:
     """A file through which ranks exchange numbers, if all of them are on one machine."""
     has_store: bool = False
     """Whether the launcher itself serves the store at rank 0's address."""
+    peers: Peers | None = None
+    """From where ranks of other hosts connect; None: unknown."""
 
 
 def read_environment(environ: Mapping[str, str]) -> Placement | None:

@@ -6,6 +6,7 @@ of two hosts then wait for each other for ever. The route to rank 0 is a fact, s
 
 from __future__ import annotations
 
+import array
 import errno
 import fcntl
 import ipaddress
@@ -13,6 +14,8 @@ import socket
 import struct
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+_LIST_ADDRESSES = 0x8912  # SIOCGIFCONF
+_ENTRY = struct.Struct("@16sHH4s16x")  # struct ifreq: the name of an interface, family, port, address
 
 
 def interface_towards(host: str) -> str | None:
@@ -76,3 +79,20 @@ def address_of(interface: str) -> str | None:
         except OSError:  # it has no IPv4 address
             return None
     return socket.inet_ntoa(answer[20:24])
+
+
+def own_addresses() -> list[str]:
+    """Return all IPv4 addresses of this host, of every interface; empty if the system does not list them."""
+    room = array.array("B", bytes(64 * _ENTRY.size))
+    while True:
+        request = struct.pack("iP", len(room), room.buffer_info()[0])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            try:
+                answer = fcntl.ioctl(any_socket.fileno(), _LIST_ADDRESSES, request)
+            except OSError:
+                return []
+        (length,) = struct.unpack("i", answer[:4])
+        if length < len(room):  # else there may be more
+            entries = [_ENTRY.unpack_from(room, at) for at in range(0, length, _ENTRY.size)]
+            return sorted({socket.inet_ntoa(address) for _, _, _, address in entries})
+        room = array.array("B", bytes(2 * len(room)))

@@ -115,6 +115,8 @@ class Generation:
     """The stop signal that the agent of a host has got, and has passed on to its workers; 0: none."""
     newcomers: dict[Member, bool] = field(default_factory=dict)
     """Host that has come back → whether it has loaded the job."""
+    reached: dict[Member, Message] = field(default_factory=dict)
+    """The reports of all hosts on their connections to each other."""
     early: dict[Member, Message] = field(default_factory=dict)
     """Host that has joined before this generation was started → its report."""
 
@@ -145,15 +147,14 @@ class Generation:
             others = [*self.hosts[number + 1 :], *self.hosts[:number]][:MOST_PEERS]
             targets = [[f"host {each.name}", ports[each]["address"], ports[each]["port"]] for each in others]
             self.all.send([host], {"do": "reach", "targets": [["the store of the coordinator", *self.store], *targets]})
-        reached: dict[Member, Message] = {}
-        self.collect(reached, "reached")
+        self.collect(self.reached, "reached")
         problems = [
             Problem(
                 "N066",
                 f"host {host.name} cannot connect to {target}: {why}",
                 "open all TCP ports between the hosts of the run; or export GLOO_SOCKET_IFNAME=<a common network>",
             )
-            for host, report in reached.items()
+            for host, report in self.reached.items()
             for target, why in report["failed"]
         ]
         if problems and self.number:  # another host may have been lost in this moment
@@ -253,6 +254,7 @@ class Generation:
                 "num_local": host.spec.slots, "world_size": self.world_size, "store": list(self.store),
                 "job": self.job.name, "age": time.time() - self.job.start_time,
                 "saved_before": self.saved_before, "host": host.name, "shares_disk": self.shares_disk,
+                "peers": peers_of(host, self.reached),
             }  # fmt: skip
             self.all.send([host], order)
 
@@ -381,6 +383,15 @@ class Generation:
 def num_ranks(hosts: Sequence[Member]) -> int:
     """The number of ranks on some hosts."""
     return sum(host.spec.slots for host in hosts)
+
+
+def peers_of(host: Member, reached: Mapping[Member, Message]) -> Message | None:
+    """From where ranks of other hosts connect to one, by the reports of all; None: not all of them have tried."""
+    used = [report["used"].get(f"host {host.name}") for each, report in reached.items() if each is not host]
+    if not used or None in used:
+        return None
+    addresses = {address for report in reached.values() for address in report["addresses"]}
+    return {"used": sorted(set(used)), "addresses": sorted(addresses)}
 
 
 def interruption(number: int) -> BaseException:

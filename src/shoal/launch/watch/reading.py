@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.comm.heartbeat.ticket import Ticket
+from shoal.files import read_small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ def is_stopped(pid: int) -> bool:
 def _stat(pid: int) -> list[str]:
     """The fields of `stat` after the name, which may hold spaces and parentheses; empty: there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return read_small(f"/proc/{pid}/stat").rpartition(")")[2].split()
     except OSError:
         return []
 

@@ -191,7 +191,7 @@ class Agent:
             if not self._may_run:  # the order of a coordinator that was asleep
                 raise Silent
             self.runner = Runner(int(order["generation"]))
-            self._to_template(order)
+            self._to_template({**order, "peers": self._peers(order)})
         elif kind == "stop":
             self._stop(float(order["seconds"]))
         elif kind == "signal" and self.runner is not None:
@@ -200,6 +200,18 @@ class Agent:
             self.is_done = True
             self.sent_away = error_from(order["error"]) if "error" in order else None
             self.run_code = int(order.get("code", 0))
+
+    def _peers(self, order: Message) -> Message | None:
+        """From where ranks of other hosts connect to those of this one; None: unknown, and this was reported."""
+        assert self.channel is not None
+        if order["num_local"] == order["world_size"]:
+            return None
+        peers, why = self.probe.peers(order["peers"])
+        if peers is None:
+            text = f"shoal: every address may connect to ranks of this host: {why}\n"
+            self.channel.send({"say": "output", "stream": 2, "text": text})
+            return None
+        return {"addresses": list(peers.addresses), "own": peers.own}
 
     def _to_template(self, order: Message) -> None:
         if self.link is None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.comm.rendezvous.launcher_environment import Placement
+from shoal.comm.rendezvous.listener_guard import Peers
 from shoal.comm.rendezvous.mac import mac
 from shoal.comm.rendezvous.network_interface import loopback
 from shoal.launch.failure import Failure, first_failure, raised_error
@@ -64,6 +65,8 @@ class HostPlace:
     """Seconds that a rank waits for others in the store."""
     interface: str | None
     """GLOO_SOCKET_IFNAME as the user has set it."""
+    peers: Peers | None
+    """From where ranks of other hosts connect; None: unknown."""
 
     @classmethod
     def of(cls, order: Message, secret: bytes, timeout: float) -> HostPlace:
@@ -77,6 +80,7 @@ class HostPlace:
             job=str(order["job"]),
             timeout=timeout,
             interface=os.environ.get("GLOO_SOCKET_IFNAME"),
+            peers=None if order["peers"] is None else Peers(tuple(order["peers"]["addresses"]), order["peers"]["own"]),
         )
 
 
@@ -170,6 +174,7 @@ def at_global_rank(local: Placement, _: object, place: HostPlace, function: Call
         generation=place.generation,
         key=place.key,
         job=place.job,
+        peers=place.peers,
     )
     name = prefix_of(place.job, place.generation)
     return function(placement, open_store(place.store, place.store_key, name, place.timeout), *args)
