@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -18,6 +20,8 @@ from shoal.checkpoint.formats.export import ExportSettings, export
 from shoal.checkpoint.formats.import_ import ImportSettings, import_checkpoint, read
 from shoal.checkpoint.full_tensor import FullTensors
 from shoal.checkpoint.storage.locate import find
+from shoal.deepspeed import members
+from shoal.deepspeed.engine import Engine
 
 ROOT = Path(__file__).parents[2]
 SITE = os.environ.get("SHOAL_DEEPSPEED", "")
@@ -110,6 +114,35 @@ def test_it_loads_what_is_exported(saved: Path, tmp_path: Path) -> None:
     run = load("run")
     whole = str(saved / "zero2-fp32" / "whole.pt")
     run.on_two_ranks(Path(SITE), "deepspeed", "load.py", str(tmp_path / "theirs"), whole)
+
+
+def engine_of_deepspeed() -> tuple[dict[str, list[str]], set[str]]:
+    """Its public methods with the names of their arguments, and all attributes that its source sets or defines."""
+    tree = ast.parse((Path(SITE) / "deepspeed" / "runtime" / "engine.py").read_text())
+    [engine] = [one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == "DeepSpeedEngine"]
+    methods = {
+        one.name: [each.arg for each in one.args.args[1:]] for one in engine.body if isinstance(one, ast.FunctionDef)
+    }
+    set_there = {
+        one.attr
+        for one in ast.walk(engine)
+        if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and one.value.id == "self"
+    }
+    public = {name: arguments for name, arguments in methods.items() if not name.startswith("_")}
+    return public, set_there | methods.keys()
+
+
+def test_methods_take_the_arguments_of_deepspeed() -> None:
+    methods, names = engine_of_deepspeed()
+    assert sorted(members.OF_ENGINE.keys() - names) == []
+    shared = {name: arguments for name, arguments in methods.items() if hasattr(Engine, name)}
+    assert len(shared) > 40
+    for name, arguments in shared.items():
+        own = inspect.signature(getattr(Engine, name)).parameters if callable(getattr(Engine, name)) else {}
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in own.values())
+        assert takes_any or not set(arguments) - own.keys(), name
+        places = [one.name for one in own.values() if one.kind is one.POSITIONAL_OR_KEYWORD and one.name != "self"]
+        assert arguments[: len(places)] == places[: len(arguments)], name
 
 
 def test_the_script_of_the_page_runs_with_both(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
 from shoal.comm.world import ALONE, World
+from shoal.config.deepspeed.read import read_config
 from shoal.config.deepspeed.translate import translate
 from shoal.config.deepspeed.translation import Translation
 from shoal.deepspeed import build
@@ -116,6 +117,7 @@ def initialize(
     )
     _check(model, source, others)
     assert isinstance(model, nn.Module)
+    assert source is not None
     found = _translated(source, _num_ranks())  # before ranks wait for each other
     _reject_lone_schedule(found, optimizer, lr_scheduler)
     world = _world(others.get("device", "auto"))
@@ -126,14 +128,10 @@ def initialize(
     schedule = _schedule(found, made, lr_scheduler)
     run.prepare(*(thing for thing in (model, made, schedule) if thing is not None))
     rounding = RoundedGradients(run, made, rates) if found.rounds_gradients and made is not None else None
-    engine = Engine(run, found, made, schedule, rounding)
-    loader = None
+    engine = Engine(run, found, made, schedule, rounding=rounding, config=read_config(source))
     if training_data is not None:
-        micro = engine.train_micro_batch_size_per_gpu()
-        loader = build.build_loader(
-            training_data, run, micro=micro, collate_fn=others.get("collate_fn"), drop_last=engine.drops_last
-        )
-    return engine, made, loader, schedule
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=others.get("collate_fn"))
+    return engine, made, engine.training_dataloader, schedule
 
 
 def _translated(source: Any, num_ranks: int) -> Translation:

@@ -146,7 +146,7 @@ def _compile(reader: Reader) -> None:
     section = reader.section("compile")
     if section is None:
         return
-    if section.flag("deepcompile") and reader.into.target == "train":
+    if section.flag("deepcompile") and reader.into.target != "plan":
         section.setting("deepcompile", "run.compile", True, "each block under torch.compile")
     for key, fix in COMPILED_OFFLOAD.items():
         if section.flag(key):
