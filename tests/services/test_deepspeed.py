@@ -116,6 +116,23 @@ def test_it_loads_what_is_exported(saved: Path, tmp_path: Path) -> None:
     run.on_two_ranks(Path(SITE), "deepspeed", "load.py", str(tmp_path / "theirs"), whole)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What shoal's engine has saved on two ranks, with several groups of parameters and with one."""
+    folder = tmp_path_factory.mktemp("trained")
+    load("run").on_two_ranks(Path(SITE), "shoal", "train.py", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize(("groups", "stages"), [("groups", ["1", "2"]), ("one", ["1", "3"])])
+def test_it_resumes_what_shoal_has_trained(trained: Path, tmp_path: Path, groups: str, stages: list[str]) -> None:
+    """Weights, moments, steps and learning rate: the step after them is that of plain torch."""
+    settings = ExportSettings(format="deepspeed", optimizer=True)
+    export(find(trained / groups), tmp_path / "theirs", settings, lambda size: None)
+    folder = str(tmp_path / "theirs")
+    load("run").on_two_ranks(Path(SITE), "deepspeed", "load_universal.py", folder, groups, *stages)
+
+
 def engine_of_deepspeed() -> tuple[dict[str, list[str]], set[str]]:
     """Its public methods with the names of their arguments, and all attributes that its source sets or defines."""
     tree = ast.parse((Path(SITE) / "deepspeed" / "runtime" / "engine.py").read_text())
