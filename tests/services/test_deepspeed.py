@@ -20,6 +20,8 @@ from shoal.checkpoint.formats.export import ExportSettings, export
 from shoal.checkpoint.formats.import_ import ImportSettings, import_checkpoint, read
 from shoal.checkpoint.full_tensor import FullTensors
 from shoal.checkpoint.storage.locate import find
+from shoal.config.deepspeed.translate import translate
+from shoal.config.deepspeed.translation import Target
 from shoal.deepspeed import members
 from shoal.deepspeed.engine import Engine
 
@@ -160,6 +162,45 @@ def test_methods_take_the_arguments_of_deepspeed() -> None:
         assert takes_any or not set(arguments) - own.keys(), name
         places = [one.name for one in own.values() if one.kind is one.POSITIONAL_OR_KEYWORD and one.name != "self"]
         assert arguments[: len(places)] == places[: len(arguments)], name
+
+
+def keys_of(path: str, name: str) -> list[str]:
+    """The keys of a section, as the class of DeepSpeed has them."""
+    tree = ast.parse((Path(SITE) / "deepspeed" / "runtime" / path).read_text())
+    [section] = [one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name]
+    found = []
+    for field in section.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            words = field.value.keywords if isinstance(field.value, ast.Call) else []
+            alias = [one.value.value for one in words if one.arg == "alias" and isinstance(one.value, ast.Constant)]
+            found.append(str((alias or [field.target.id])[0]))
+    return found
+
+
+@pytest.mark.parametrize("target", ["train", "plan", "initialize"])
+def test_every_key_of_deepspeed_is_known(target: Target) -> None:
+    """A key that is rejected as none of DeepSpeed's would be a wrong answer."""
+    offload = {
+        "offload_optimizer": "DeepSpeedZeroOffloadOptimizerConfig",
+        "offload_param": "DeepSpeedZeroOffloadParamConfig",
+    }
+    zero: dict[str, Any] = dict.fromkeys(keys_of("zero/config.py", "DeepSpeedZeroConfig"))
+    zero |= {key: dict.fromkeys(keys_of("zero/offload_config.py", name)) for key, name in offload.items()}
+    config = {
+        "zero_optimization": zero,
+        "bf16": dict.fromkeys(keys_of("precision_config.py", "DeepSpeedBF16Config")),
+        "fp16": dict.fromkeys(keys_of("precision_config.py", "DeepSpeedFP16Config")),
+        "train_batch_size": 8,
+    }
+    tree = ast.parse((Path(SITE) / "deepspeed" / "runtime" / "config.py").read_text())
+    calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call) and ast.unparse(one.func) == "get_scalar_param"]
+    names = {ast.unparse(one.args[1]) for one in calls if ast.unparse(one.args[0]) == "param_dict"}
+    constants = (Path(SITE) / "deepspeed" / "runtime" / "constants.py").read_text()
+    known = dict(re.findall(r'^([A-Z0-9_]+) = "([a-z0-9_]+)"', constants, re.MULTILINE))
+    config = dict.fromkeys(known[name] for name in names if name in known) | config
+    assert len(zero) > 30
+    assert len(config) > 15
+    assert [one.what for one in translate(config, target=target, num_ranks=8).problems if one.code == "E004"] == []
 
 
 def test_the_script_of_the_page_runs_with_both(tmp_path: Path) -> None:

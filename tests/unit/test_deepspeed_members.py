@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shoal.deepspeed as deepspeed
+from shoal.config.deepspeed.translate import translate
 from shoal.deepspeed import members
 from shoal.deepspeed.engine import Engine
 from tests.rejects import rejects
@@ -210,3 +211,51 @@ def test_the_config_says_what_is_compiled(engine: Engine) -> None:
     compiled.compile(backend="inductor", schedule=None)
     assert compiled.run.policies.compute.compile is True
     compiled.destroy()
+
+
+def test_keys_without_effect_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    zero = {"stage": 1, "reduce_bucket_size": 123, "compute_grad_norm": True}
+    for _ in range(2):
+        made(zero_optimization=zero).destroy()
+    said = capsys.readouterr().err
+    assert said.count("zero_optimization.reduce_bucket_size 123: no effect here") == 1
+    assert "optimizer.params.lr" not in said  # it has one
+
+
+class Divides(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / 0.0
+
+
+@pytest.mark.parametrize("checks", [None, True, False])
+def test_a_step_that_is_not_finite(checks: bool | None) -> None:
+    """bf16.check_grad_overflow: DeepSpeed drops the update unless it is false, and then it trains on with NaN."""
+    bf16 = {"enabled": True} | ({} if checks is None else {"check_grad_overflow": checks})
+    words = {**CONFIG, "bf16": bf16, "train_batch_size": 4}
+    engine, *_ = deepspeed.initialize(model=Divides(), config=words)
+    engine.backward(engine(torch.ones(4, 3)).float().mean())
+    if checks is False:
+        with rejects("T032", "not finite on rank 0"):
+            engine.step()
+    else:
+        engine.step()
+        assert (engine.skipped_steps, engine.was_step_applied()) == (1, False)
+    engine.run.world.close()
+
+
+def test_a_schedule_that_begins_later() -> None:
+    params = {"warmup_num_steps": 4, "warmup_max_lr": 1.0, "warmup_type": "linear", "last_batch_iteration": 1}
+    engine = made(scheduler={"type": "WarmupLR", "params": params}, train_batch_size=4)
+    microbatch(engine)
+    assert engine.get_lr() == [pytest.approx(0.5)]  # of iteration 2 of 4
+    engine.destroy()
+    found = translate({**CONFIG, "scheduler": {"type": "WarmupLR", "params": params}}, target="train", num_ranks=1)
+    assert any("last_batch_iteration 1 has no counterpart" in problem.what for problem in found.problems)
+
+
+def test_a_number_of_steps_that_no_run_makes() -> None:
+    """Accelerate writes infinity for a config that prints nothing."""
+    engine = made(steps_per_print=float("inf"))
+    engine.destroy()
+    found = translate({**CONFIG, "steps_per_print": float("inf")}, target="train", num_ranks=1)
+    assert found.settings["run.log_every"] == 2**31

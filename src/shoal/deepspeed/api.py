@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +24,9 @@ from shoal.deepspeed import build
 from shoal.deepspeed.engine import Engine
 from shoal.deepspeed.rounded_gradients import RoundedGradients
 from shoal.errors import Findings, Problem, ShoalError
+from shoal.safe_parsing import short
 
+_said: set[str] = set()
 _worlds: list[World] = []
 """The ranks that `init_distributed` has gathered, for `initialize`."""
 
@@ -121,6 +124,8 @@ def initialize(
     found = _translated(source, _num_ranks())  # before ranks wait for each other
     _reject_lone_schedule(found, optimizer, lr_scheduler)
     world = _world(others.get("device", "auto"))
+    if world.is_main:
+        _say_without_effect(found)
     run = build.build_run(found, world, others.get("device", "auto"))
     build.broadcast_model(model, world)
     made = _optimizer(found, model, optimizer, model_parameters)
@@ -142,6 +147,15 @@ def _translated(source: Any, num_ranks: int) -> Translation:
     problems += (_open(line.key) for line in found.lines if line.value == "auto")
     problems.raise_all(title="the config of DeepSpeed")
     return found
+
+
+def _say_without_effect(found: Translation) -> None:
+    """Name the keys that change nothing here, each once in this process."""
+    for line in found.lines:
+        text = f"shoal.deepspeed: {line.key} {short(line.value, 60)}: {line.remark}"
+        if line.remark.startswith("no effect here") and text not in _said:
+            _said.add(text)
+            print(text, file=sys.stderr, flush=True)
 
 
 def _open(key: str) -> Problem:

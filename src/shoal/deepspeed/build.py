@@ -23,6 +23,7 @@ OF_RUN = {
     "optim.loss_scale": "loss_scale",
     "optim.loss_scale_window": "loss_scale_window",
     "run.compile": "compile",
+    "run.on_nan": "on_nan",
 }
 """Settings of a translation → arguments of a `Run`; the rest of them is for recipes."""
 
