@@ -9,7 +9,7 @@ import sys
 
 import deepspeed
 import torch
-from save import Net, config, groups_of
+from net import Net, config, groups_of
 
 
 def main() -> None:

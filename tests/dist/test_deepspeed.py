@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,33 @@ def test_every_stage_is_deepspeeds_arithmetic(pool: Pool, stage: int, tmp_path: 
     expected, by_name = by_hand(2)
     assert losses == pytest.approx(expected, rel=1e-6)
     for name, tensor in by_name.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def with_own_boundaries(world: World, stage: int, way: str) -> dict[str, Tensor]:
+    """The same training, whose script says itself which backward is the last one of a step."""
+    api._worlds[:] = [world]
+    number_of_config = 1 if way == "no_sync" else ACCUMULATED
+    words = config(stage, gradient_accumulation_steps=number_of_config)
+    engine, *_ = deepspeed.initialize(model=build(), config=words)
+    for number in range(STEPS * ACCUMULATED):
+        is_last = number % ACCUMULATED == ACCUMULATED - 1
+        if way == "boundary":
+            engine.set_gradient_accumulation_boundary(is_last)
+        with engine.no_sync() if way == "no_sync" and not is_last else nullcontext():
+            loss = loss_of(engine, number, world.rank)
+            engine.backward(loss * number_of_config / ACCUMULATED)
+        if is_last:
+            engine.step()
+    assert (engine.global_steps, engine.micro_steps) == (STEPS, STEPS)
+    return engine.run.weights()
+
+
+@pytest.mark.parametrize("way", ["boundary", "no_sync"])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.wide), 2, 3])
+def test_a_script_may_say_where_a_step_ends(pool: Pool, stage: int, way: str) -> None:
+    weights = pool.run(with_own_boundaries, 2, stage, way)[0]
+    for name, tensor in by_hand(2)[1].items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)
 
 

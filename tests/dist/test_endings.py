@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -34,6 +36,40 @@ SLACK = 5.0
 
 def within(began: float) -> bool:
     return time.monotonic() - began < TIMEOUT + SLACK
+
+
+# ---- scripts that close nothing -------------------------------------------------------------------------------------
+
+LEFT_OPEN = """
+import atexit, os, sys
+import torch.distributed as dist
+atexit.register(lambda: print("open" if dist.is_initialized() else "closed", flush=True))
+import torch
+import shoal.deepspeed
+words = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine, *_ = shoal.deepspeed.initialize(model=torch.nn.Linear(2, 2), config=words)
+engine.backward(engine(torch.ones(2, 2)).sum())
+engine.step()
+if sys.argv[1] == "fails":
+    raise ValueError("of the script")
+"""
+
+
+@pytest.mark.parametrize(("way", "state", "code"), [("ends", "closed", 0), ("fails", "open", 1)])
+def test_the_end_of_a_script_closes_its_group(way: str, state: str, code: int, tmp_path: Path) -> None:
+    """Else gloo's threads would end some processes with SIGABRT. A rank that fails must not cut its connections."""
+    (tmp_path / "script.py").write_text(LEFT_OPEN)
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    places = [{**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    command = [sys.executable, str(tmp_path / "script.py"), way]
+    ranks = [subprocess.Popen(command, env=place, stdout=subprocess.PIPE, text=True) for place in places]
+    assert [(rank.communicate(timeout=60)[0].split(), rank.returncode) for rank in ranks] == [([state], code)] * 2
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 # ---- waits ----------------------------------------------------------------------------------------------------------

@@ -34,13 +34,18 @@ pytestmark = [
 
 def on_ranks(count: int, script: Path, *words: str, cwd: Path) -> str:
     """Run a script on ranks of torchrun, with the other systems at hand."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    return started(*torchrun, str(script), *words, cwd=cwd).stdout
+
+
+def started(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python on the CPU, with the other systems at hand."""
     path = os.pathsep.join([str(ROOT / "src"), SITE])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    command = [sys.executable, *torchrun, str(script), *words]
-    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=240)
+    env |= {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, *words], env=env, cwd=cwd, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return done
 
 
 # ---- scripts --------------------------------------------------------------------------------------------------------
@@ -77,6 +82,48 @@ def test_means_of_means_differ_where_the_page_says(system: str, tmp_path: Path) 
     if system == "accelerate":  # Fabric puts other samples into a microbatch
         same = losses(SCRIPTS / f"{system}_after.py", tmp_path / "same", uneven=uneven, as_theirs=as_theirs)
         assert same == pytest.approx(before, abs=1e-6)
+
+
+# ---- accelerate launch ----------------------------------------------------------------------------------------------
+
+ACCELERATE = ["-m", "accelerate.commands.launch", "--main_process_port", "0", "--num_processes", "2"]
+LAUNCH = [*ACCELERATE, "--num_machines", "1", "--multi_gpu"]
+"""Two ranks. `--cpu` would start one process, unless it is given hosts of MPI."""
+
+
+def test_accelerate_starts_a_script(tmp_path: Path) -> None:
+    by_torchrun = losses(SCRIPTS / "accelerate_after.py", tmp_path / "torchrun")
+    script = tmp_path / "script.py"
+    script.write_text((SCRIPTS / "accelerate_after.py").read_text() + "print('ranks', run.world.size)\n")
+    printed = started(*LAUNCH, str(script), cwd=tmp_path).stdout
+    assert printed.count("ranks 2") == 2
+    [line] = re.findall(r"^losses (.*)$", printed, re.MULTILINE)  # of rank 0 alone
+    assert json.loads(line) == by_torchrun
+
+
+def test_settings_of_accelerate_that_no_plan_reads_are_said(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import shoal\nwith shoal.Run('zero=3 mb=4') as run:\n    print('ranks', run.world.size)\n")
+    flags = ["--num_machines", "1", "--use_fsdp", "--mixed_precision", "bf16"]
+    ended = started(*ACCELERATE, *flags, str(script), cwd=tmp_path)
+    assert ended.stderr.count("--mixed_precision bf16 has no effect on shoal: the plan has fp32") == 1
+    assert "--use_fsdp" not in ended.stderr  # the plan shards, too
+
+
+def test_accelerate_starts_a_recipe(tmp_path: Path) -> None:
+    recipe = [str(ROOT / "recipes" / "tiny.yaml"), "--run.duration", "3step", "--data.seq_len", "32", "--json"]
+    expected = started("-m", "shoal", "train", *recipe, "--run.dir", "alone", cwd=tmp_path)
+    found = started(*LAUNCH, "-m", "shoal", "train", *recipe, "--run.dir", "launched", cwd=tmp_path)
+    [summary] = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]  # of rank 0 alone
+    assert (summary["ranks"], summary["steps"]) == (2, 3)
+    assert summary["plan"] == json.loads(expected.stdout)["plan"]
+    assert recorded(tmp_path / "launched") == recorded(tmp_path / "alone")
+
+
+def recorded(run: Path) -> list[float]:
+    """The losses in the metrics of a run."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
 
 
 # ---- checkpoints of Megatron Core -----------------------------------------------------------------------------------

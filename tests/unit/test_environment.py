@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shoal.comm.rendezvous.accelerate_settings import without_effect
 from shoal.comm.rendezvous.launcher_environment import Placement, read_environment, thread_limit
 from shoal.comm.rendezvous.slurm_nodelist import expand_counts, expand_hosts
 from shoal.errors import ShoalError
@@ -289,3 +290,23 @@ def test_a_store_of_each_round_of_torchrun_needs_no_number() -> None:
 )
 def test_a_limit_of_threads(environ: dict[str, str], limit: int | None) -> None:
     assert thread_limit(environ) == limit
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({}, []),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}, []),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, []),  # as the plan
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, ["--mixed_precision fp16"]),
+        ({"ACCELERATE_USE_FSDP": "true"}, ["--use_fsdp"]),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, ["--use_deepspeed"]),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, ["--gradient_accumulation_steps 4"]),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, ["--dynamo_backend inductor"]),
+    ],
+)
+def test_settings_of_accelerate_are_not_lost_without_a_word(environ: dict[str, str], said: list[str]) -> None:
+    found = list(without_effect(environ, precision="bf16", zero=0, compiles=False))
+    assert len(found) == len(said)
+    assert all(flag in sentence for flag, sentence in zip(said, found, strict=True))
+    assert not list(without_effect({"ACCELERATE_USE_FSDP": "true"}, precision="bf16", zero=3, compiles=False))

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.affinity import num_cores
+from shoal.comm.close_at_exit import close_at_exit, forget
 from shoal.comm.collectives import all_gather_plain
 from shoal.comm.group_lifetime import keep_after_closing, noting_connections
 from shoal.comm.heartbeat.heart import heart
@@ -139,6 +140,8 @@ class World:
         )
         if is_owner:
             world.barrier()  # else a rank that finishes early could exit while others still connect to it
+        if is_owner and world.size > 1:
+            close_at_exit(world.close)
         return world
 
     @property
@@ -190,6 +193,7 @@ class World:
     def close(self) -> None:
         """Destroy the group that `start` created; leave one that it adopted. A second call does nothing."""
         if self.is_owner and dist.is_initialized():
+            forget()
             if self.size > 1:
                 # gloo's threads take the GIL to release the last collective's tensors. A thread that does so during
                 # Python's shutdown ends the process ("terminate called without an active exception").

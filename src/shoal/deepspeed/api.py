@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -16,13 +17,16 @@ from torch.utils.data import Dataset
 
 from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
 from shoal.comm.world import ALONE, World
+from shoal.config.deepspeed.read import read_config
 from shoal.config.deepspeed.translate import translate
 from shoal.config.deepspeed.translation import Translation
 from shoal.deepspeed import build
 from shoal.deepspeed.engine import Engine
 from shoal.deepspeed.rounded_gradients import RoundedGradients
 from shoal.errors import Findings, Problem, ShoalError
+from shoal.safe_parsing import short
 
+_said: set[str] = set()
 _worlds: list[World] = []
 """The ranks that `init_distributed` has gathered, for `initialize`."""
 
@@ -116,9 +120,12 @@ def initialize(
     )
     _check(model, source, others)
     assert isinstance(model, nn.Module)
+    assert source is not None
     found = _translated(source, _num_ranks())  # before ranks wait for each other
     _reject_lone_schedule(found, optimizer, lr_scheduler)
     world = _world(others.get("device", "auto"))
+    if world.is_main:
+        _say_without_effect(found)
     run = build.build_run(found, world, others.get("device", "auto"))
     build.broadcast_model(model, world)
     made = _optimizer(found, model, optimizer, model_parameters)
@@ -126,14 +133,10 @@ def initialize(
     schedule = _schedule(found, made, lr_scheduler)
     run.prepare(*(thing for thing in (model, made, schedule) if thing is not None))
     rounding = RoundedGradients(run, made, rates) if found.rounds_gradients and made is not None else None
-    engine = Engine(run, found, made, schedule, rounding)
-    loader = None
+    engine = Engine(run, found, made, schedule, rounding=rounding, config=read_config(source))
     if training_data is not None:
-        micro = engine.train_micro_batch_size_per_gpu()
-        loader = build.build_loader(
-            training_data, run, micro=micro, collate_fn=others.get("collate_fn"), drop_last=engine.drops_last
-        )
-    return engine, made, loader, schedule
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=others.get("collate_fn"))
+    return engine, made, engine.training_dataloader, schedule
 
 
 def _translated(source: Any, num_ranks: int) -> Translation:
@@ -144,6 +147,15 @@ def _translated(source: Any, num_ranks: int) -> Translation:
     problems += (_open(line.key) for line in found.lines if line.value == "auto")
     problems.raise_all(title="the config of DeepSpeed")
     return found
+
+
+def _say_without_effect(found: Translation) -> None:
+    """Name the keys that change nothing here, each once in this process."""
+    for line in found.lines:
+        text = f"shoal.deepspeed: {line.key} {short(line.value, 60)}: {line.remark}"
+        if line.remark.startswith("no effect here") and text not in _said:
+            _said.add(text)
+            print(text, file=sys.stderr, flush=True)
 
 
 def _open(key: str) -> Problem:

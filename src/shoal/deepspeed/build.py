@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from shoal.comm.world import World
 from shoal.config.deepspeed.translation import OptimizerChoice, Translation
@@ -18,7 +18,13 @@ from shoal.numerics.optim.lion import Lion
 from shoal.parallel.policies import Settings
 from shoal.train.run import Run
 
-OF_RUN = {"optim.clip": "clip", "optim.loss_scale": "loss_scale", "optim.loss_scale_window": "loss_scale_window"}
+OF_RUN = {
+    "optim.clip": "clip",
+    "optim.loss_scale": "loss_scale",
+    "optim.loss_scale_window": "loss_scale_window",
+    "run.compile": "compile",
+    "run.on_nan": "on_nan",
+}
 """Settings of a translation → arguments of a `Run`; the rest of them is for recipes."""
 
 
@@ -57,10 +63,18 @@ def build_schedule(found: Translation, optimizer: Optimizer) -> Any:
 
 
 def build_loader(
-    data: Dataset[Any], run: Run, *, micro: int, collate_fn: Callable[[list[Any]], Any] | None, drop_last: bool
+    data: Dataset[Any],
+    run: Run,
+    *,
+    micro: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    drop_last: bool,
+    sampler: Sampler[Any] | None = None,
+    shuffle: bool = True,
 ) -> DataLoader[Any]:
     """The microbatches of this rank, shuffled as DeepSpeed does: by torch's DistributedSampler."""
-    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=run.degree, rank=run.coordinate)
+    if sampler is None:
+        sampler = DistributedSampler(data, num_replicas=run.degree, rank=run.coordinate, shuffle=shuffle)
     return DataLoader(data, batch_size=micro, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from shoal.checkpoint.formats.deepspeed.zero import step_folder
 from shoal.comm.all_or_none import on_main
@@ -26,7 +27,7 @@ OF_ENGINE, OF_CLIENT = "engine", "client"
 def save(engine: Engine, folder: Path, tag: str | None, client: Mapping[str, Any], *, save_latest: bool) -> None:
     """Save all of an engine between two steps."""
     name = _checked(f"global_step{engine.global_steps}" if tag is None else str(tag))
-    counters = {"skipped_steps": engine.skipped_steps}
+    counters = {"skipped_steps": engine.skipped_steps, "global_samples": engine.global_samples}
     engine.run.save(folder / name, keep=1, extra={OF_ENGINE: counters, OF_CLIENT: dict(client)})
     if save_latest and engine.run.is_main:
         beside = folder / f".latest.{os.getpid()}"
@@ -51,18 +52,31 @@ def load(
         return str(place), {}
     saved = engine.run.extra
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()  # which may have changed
-    engine.skipped_steps = int(saved.get(OF_ENGINE, {}).get("skipped_steps", 0))
+    counters = saved.get(OF_ENGINE, {})
+    engine.skipped_steps = int(counters.get("skipped_steps", 0))
+    engine.global_samples = int(counters.get("global_samples", engine.global_steps * engine.train_batch_size()))
     return str(place), dict(saved.get(OF_CLIENT, {}))
 
 
-def save_weights(engine: Engine, path: Path) -> None:
-    """Write whole weights as `torch.save` does, which DeepSpeed's scripts read."""
+def whole_weights(engine: Engine, *, without_frozen: bool) -> dict[str, Tensor] | None:
+    """All weights in the precision of the run, on rank 0; None on the others."""
     weights = engine.run.weights()
     if not engine.run.is_main:
-        return
-    dtype = engine.run.precision.compute_dtype
+        return None
+    dtype, left_out = engine.run.precision.compute_dtype, frozen_names(engine) if without_frozen else set()
+    found = {name: one for name, one in weights.items() if name not in left_out}
+    return {name: one.to(dtype) if one.is_floating_point() else one for name, one in found.items()}
+
+
+def frozen_names(engine: Engine) -> set[str]:
+    """The names of parameters without a gradient."""
+    return {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
+
+
+def write_weights(weights: dict[str, Tensor], path: Path) -> None:
+    """Write weights as `torch.save` does, which DeepSpeed's scripts read."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({name: one.to(dtype) if one.is_floating_point() else one for name, one in weights.items()}, path)
+    torch.save(weights, path)
 
 
 def _latest(folder: Path) -> str | None:

@@ -8,23 +8,28 @@ Every microbatch's mean counts the same, over microbatches and ranks, as in Deep
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from shoal.config.deepspeed.translation import Translation
-from shoal.deepspeed import checkpoint
+from shoal.deepspeed import build, checkpoint, members
+from shoal.deepspeed.accumulation import Accumulation
+from shoal.deepspeed.engine_state import EngineState
 from shoal.deepspeed.rounded_gradients import RoundedGradients
 from shoal.errors import ShoalError
 from shoal.train.run import Run
 
 
-class Engine:
-    """What `initialize` returns. Attributes that it does not have are the model's."""
+class Engine(EngineState):
+    """What `initialize` returns. Attributes that neither it nor DeepSpeed's engine has are the model's."""
 
     def __init__(
         self,
@@ -32,16 +37,22 @@ class Engine:
         found: Translation,
         optimizer: Optimizer | None,
         schedule: Any,
+        *,
         rounding: RoundedGradients | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self.run, self.translation, self._rounding = run, found, rounding
+        self.config = config or {}
         self.optimizer, self.lr_scheduler = optimizer, schedule
-        self.micro_steps = self.skipped_steps = 0
+        self.training_dataloader: DataLoader[Any] | None = None
+        self.micro_steps = self.skipped_steps = self.global_samples = 0
         self.drops_last = any(line.key == "dataloader_drop_last" and line.value is True for line in found.lines)
         """Whether the loader of `initialize` leaves out a microbatch with fewer samples than others."""
-        self._microbatches: Iterator[int] | None = None
-        """The microbatches of the open step; None: no step is open."""
-        self._is_inside = self._has_backward = False
+        self.accumulation = Accumulation(run)
+        self.accumulation.number = found.num_accumulated or 1
+        self._was_applied = self._has_warned = False
+        if optimizer is not None:
+            self._guard_gradients(optimizer)
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -52,35 +63,52 @@ class Engine:
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Call the model. In training the call belongs to the microbatch of the next `backward`."""
         if self.run.model.training and torch.is_grad_enabled() and self.optimizer is not None:
-            self._enter()
+            self.accumulation.enter()
         return self.run.model(*inputs, **options)
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **others: Any) -> Tensor:
         """Run the backward of the mean loss of a microbatch, divided by the number of microbatches of a step."""
+        members.reject_unknown(
+            "backward", others, {"allreduce_gradients": True, "release_loss": False}, members.arguments(Engine.backward)
+        )
         self._check_backward(loss, retain_graph)
-        self._enter()
+        self.accumulation.enter()
         number = self.gradient_accumulation_steps()
         self.run.backward(loss if scale_wrt_gas else loss * number)
-        self._has_backward = True
+        self.accumulation.after_backward()
         return loss.detach() / number if scale_wrt_gas else loss.detach()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End the microbatch; after the last one of a step, update the model and step the schedule."""
-        if not self._has_backward:
+        self._was_applied = False
+        if self.accumulation.is_unsynced:
+            raise ShoalError("step() inside of no_sync()", fix="engine.step() after the block", code="E015")
+        if not self.accumulation.has_backward:
             raise ShoalError("step() without a backward", fix="engine.backward(loss) before engine.step()", code="E015")
-        is_boundary = self.is_gradient_accumulation_boundary()
+        is_boundary = self.accumulation.end_microbatch()
         self.micro_steps += 1
-        self._is_inside = self._has_backward = False
         if not is_boundary:
             return
-        assert self._microbatches is not None
-        next(self._microbatches, None)  # leaves the last one
-        self._microbatches = None
         report = self.run.update()
+        self.global_samples += self.train_batch_size()
         if self._drops_updates and report.was_skipped:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
+        self._was_applied = True
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` has updated the model."""
+        return self._was_applied and self.run.report is not None and not self.run.report.was_skipped
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients of this rank add up, and a backward ends a microbatch in place of `step`. They are averaged
+        over ranks in the next backward outside of it. All stages of ZeRO have it; DeepSpeed's 2 and 3 have not."""
+        if self.accumulation.is_unsynced:
+            raise ShoalError("no_sync() inside of no_sync()", fix="with engine.no_sync(), once", code="E015")
+        with self.accumulation.without_sync():
+            yield
 
     def train(self, mode: bool = True) -> Engine:
         """Set the model to training."""
@@ -92,15 +120,59 @@ class Engine:
         self.run.model.eval()
         return self
 
-    def zero_grad(self) -> None:
-        """Nothing is left to clear: `step` does."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing is left to clear after a step: `step` does. Raise inside of one, whose gradients would be lost."""
+        if self.accumulation.is_open:
+            raise ShoalError(
+                "zero_grad() inside of a step would drop the gradients of its first microbatches",
+                fix="remove it: engine.step() clears gradients after each update",
+                code="E015",
+            )
 
-    def _enter(self) -> None:
-        if self._microbatches is None:
-            self._microbatches = self.run.engine.equal_microbatches(self.gradient_accumulation_steps())
-        if not self._is_inside:
-            next(self._microbatches)
-            self._is_inside = True
+    def compile(self, **options: Any) -> None:
+        """The blocks of the model are compiled since `initialize`, if the config says so; else raise."""
+        if not self.run.policies.compute.compile:
+            raise ShoalError(
+                "engine.compile() comes after the model was placed",
+                fix='"compile": {"deepcompile": true} in the config',
+                code="E018",
+            )
+
+    def empty_partition_cache(self) -> None:
+        """Let go of gathered parameters."""
+        self.run.composed.after_evaluation()
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Any = None,
+        **others: Any,
+    ) -> DataLoader[Any]:
+        """A loader of this rank's microbatches, as `initialize(training_data=...)` makes one."""
+        members.reject_unknown("deepspeed_io", others, {"num_local_io_workers": None})
+        return build.build_loader(
+            dataset,
+            self.run,
+            micro=batch_size or self.train_micro_batch_size_per_gpu(),
+            collate_fn=collate_fn,
+            drop_last=self.drops_last,
+            sampler=data_sampler,
+            shuffle=route == "train",
+        )
+
+    def _guard_gradients(self, optimizer: Optimizer) -> None:
+        """Let `optimizer.zero_grad()` raise inside of a step, too."""
+        clear = optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            self.zero_grad()
+            clear(set_to_none)
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
     def _check_backward(self, loss: Any, retain_graph: bool) -> None:
         what = fix = ""
@@ -110,7 +182,7 @@ class Engine:
             what, fix = "backward needs a loss of one number", "loss.mean()"
         elif retain_graph:
             what, fix = "backward(retain_graph=True) is not supported", "engine.backward(first + second), once"
-        elif self._has_backward:
+        elif self.accumulation.is_used:
             what, fix = "backward was called twice before step()", "engine.backward(first + second), once"
         if what:
             raise ShoalError(what, fix=fix, code="E015")
@@ -118,103 +190,6 @@ class Engine:
     @property
     def _drops_updates(self) -> bool:
         return self.run.updates.on_nan == "skip" or self.run.loss_scale.is_dynamic
-
-    # ---- numbers -----------------------------------------------------------------------------------------------------
-
-    def train_batch_size(self) -> int:
-        """Samples of a step, over all ranks."""
-        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.run.degree
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a microbatch of one rank."""
-        return int(self.translation.plan["mb"])
-
-    def gradient_accumulation_steps(self) -> int:
-        """Microbatches of a step, on one rank."""
-        return self.translation.num_accumulated or 1
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` updates the model."""
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of all gradients of the last step, before clipping; None: there was none."""
-        return None if self.run.report is None else float(self.run.report.grad_norm)
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each group of parameters."""
-        return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def was_step_applied(self) -> bool:
-        """Whether the last step has updated the model."""
-        return self.run.report is not None and not self._is_inside and not self.run.report.was_skipped
-
-    def gradient_clipping(self) -> float:
-        """The largest norm of the gradients; 0: no clipping."""
-        return self.run.updates.clip or 0.0
-
-    def zero_optimization_stage(self) -> int:
-        """The stage of ZeRO."""
-        return int(self.run.plan.zero or 0)
-
-    def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
-        return self.zero_optimization_stage() > 0
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether the model computes in bfloat16."""
-        return self.run.plan.precision == "bf16"
-
-    def fp16_enabled(self) -> bool:
-        """Whether the model computes in float16."""
-        return self.run.plan.precision == "fp16"
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor of losses under fp16; elsewhere 1."""
-        return self.run.loss_scale.scale
-
-    @property
-    def global_steps(self) -> int:
-        """Steps made, with those that were skipped."""
-        return self.run.steps_done
-
-    @property
-    def global_samples(self) -> int:
-        """Samples of the steps made."""
-        return self.run.steps_done * self.train_batch_size()
-
-    # ---- places ------------------------------------------------------------------------------------------------------
-
-    @property
-    def module(self) -> nn.Module:
-        """The model; under ZeRO 3 its parameters are shards."""
-        return self.run.module
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self.run.device
-
-    @property
-    def local_rank(self) -> int:
-        """The place of this rank on its machine."""
-        return self.run.world.local_rank
-
-    @property
-    def global_rank(self) -> int:
-        """This rank."""
-        return self.run.world.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.run.world.size
-
-    @property
-    def dp_world_size(self) -> int:
-        """The number of ranks that have samples of their own."""
-        return self.run.degree
 
     # ---- save and load -----------------------------------------------------------------------------------------------
 
@@ -224,8 +199,17 @@ class Engine:
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save everything below `save_dir/tag`, in shoal's own format, and the tag in `latest`. Every rank calls it."""
+        has_frozen = any(not parameter.requires_grad for parameter in self.run.module.parameters())
+        if exclude_frozen_parameters and has_frozen and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "save_checkpoint(exclude_frozen_parameters=True) saves the frozen parameters, too;"
+                " save_16bit_model(..., exclude_frozen_parameters=True) leaves them out",
+                stacklevel=2,
+            )
         checkpoint.save(self, Path(save_dir), tag, client_state or {}, save_latest=save_latest)
         return True
 
@@ -251,12 +235,31 @@ class Engine:
         }
         return checkpoint.load(self, Path(load_dir), tag, load_module_only=load_module_only, others=others)
 
-    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
         """Write all weights, whole, in the precision of the run, as a file of torch. Every rank calls it."""
-        checkpoint.save_weights(self, Path(save_dir) / save_filename)
+        weights = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if weights is not None:
+            checkpoint.write_weights(weights, Path(save_dir) / save_filename)
         return True
 
     save_fp16_model = save_16bit_model
+
+    def module_state_dict(self, *, exclude_frozen_parameters: bool = False, **options: Any) -> dict[str, Any]:
+        """The state dict of the model, as this rank has it: under ZeRO 3 its parameters are shards."""
+        frozen = checkpoint.frozen_names(self) if exclude_frozen_parameters else set()
+        return {name: value for name, value in self.module.state_dict(**options).items() if name not in frozen}
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """All weights, whole, in the precision of the run, on rank 0; None on the others. Every rank calls it. Scripts
+        call it by DeepSpeed's name, though that is private."""
+        return checkpoint.whole_weights(self, without_frozen=exclude_frozen_parameters)
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def destroy(self) -> None:
         """Finish saves and leave the process groups."""
@@ -267,4 +270,10 @@ class Engine:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "run" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self.run.module, name)
+        if name not in members.OF_ENGINE:
+            try:
+                return getattr(self.run.module, name)
+            except AttributeError:
+                pass
+        instead = members.OF_ENGINE | members.OF_PIPELINES
+        raise members.missing("engine", name, instead, [one for one in dir(type(self)) if not one.startswith("_")])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.bf16_weights import check_bf16_weights
 from shoal.blueprint.validation.check import check_ranks, check_unread
 from shoal.comm.profile.timer import EVALUATION, part, timed_items
+from shoal.comm.rendezvous.accelerate_settings import without_effect
 from shoal.comm.rendezvous.launcher_environment import Placement, read_environment
 from shoal.comm.world import World, reject_spawned_alone, use_device
 from shoal.config.checks.arguments import check_start
@@ -97,6 +99,14 @@ class Run(RunState):
         self.engine = StepEngine(self)
         self.replica_check = ReplicaCheck(policies.step.check_replicas)
         self.compute_check = ComputeCheck(policies.step.check_compute)
+        self._warn_of_launcher()
+
+    def _warn_of_launcher(self) -> None:
+        precision, zero = self.plan.precision, self.plan.zero or 0
+        compiles = bool(self.policies.compute.compile)
+        for what in without_effect(os.environ, precision=precision, zero=zero, compiles=compiles):
+            if self.is_main:
+                warnings.warn(what, stacklevel=3)
 
     # ---- prepare and step --------------------------------------------------------------------------------------------
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.formats import adapter, dcp, huggingface, safetensors
-from shoal.checkpoint.formats.deepspeed.write import as_model_file
+from shoal.checkpoint.formats import adapter, dcp, huggingface, safetensors, torch_file
+from shoal.checkpoint.formats.deepspeed import write as deepspeed
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
 from shoal.checkpoint.full_tensor import FullTensors
 from shoal.checkpoint.state.base_fingerprint import BASE
@@ -31,7 +32,6 @@ from shoal.checkpoint.storage.locate import SavedStep
 from shoal.checkpoint.storage.manifest import SIZES
 from shoal.checkpoint.storage.shard_file import DTYPES
 from shoal.errors import RunFailed, ShoalError
-from shoal.files import write_text
 
 FORMATS = ("safetensors", "huggingface", "dcp", "torch", "deepspeed")
 """Formats of a whole model. `peft` is that of adapters."""
@@ -45,6 +45,7 @@ _OF_AN_EXPORT = (
     dcp.METADATA,
     "*.distcp",
     "latest",
+    "latest_universal",
     "global_step*",
 )
 """Patterns of the files in a folder that an export writes."""
@@ -64,6 +65,8 @@ class ExportSettings:
     """The model section of a recipe; None: from the checkpoint."""
     num_steps: int = 0
     """Steps that the weights have made."""
+    rates: tuple[Mapping[str, float], ...] = ()
+    """The learning rates of the groups of parameters, as the step has them."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +83,13 @@ def export(
     step: SavedStep, to: Path, how: ExportSettings, progress: Callable[[int], None], disk: Filesystem | None = None
 ) -> Exported:
     """Write a step to a new file or folder; `progress` is called with the bytes of each part."""
-    if how.optimizer and how.format in ("huggingface", "deepspeed"):
+    if how.optimizer and how.format == "huggingface":
         raise ShoalError(
-            f"--format {how.format} has weights alone, and cannot be combined with --optimizer",
+            "--format huggingface has weights alone, and cannot be combined with --optimizer",
             fix="--format dcp",
             code="R044",
         )
-    how = replace(how, num_steps=step.manifest.step)
+    how = replace(how, num_steps=step.manifest.step, rates=_rates_in(step))
     with FullTensors(step) as full:
         tensors = _named(full, how)
         extra = huggingface.Extra()
@@ -95,7 +98,8 @@ def export(
             tensors, extra = huggingface.for_export(how.model or model_in(step), tensors)
         elif how.format == "peft":
             extra = huggingface.Extra(_adapter_config(step))
-        return write_tensors(tensors, to, how, extra, progress, disk)
+        states = full.optimizer() if how.optimizer and how.format == "deepspeed" else {}
+        return write_tensors(tensors, to, how, extra, progress, disk, states)
 
 
 def write_tensors(
@@ -105,15 +109,41 @@ def write_tensors(
     extra: huggingface.Extra,
     progress: Callable[[int], None],
     disk: Filesystem | None = None,
+    states: deepspeed.States = MappingProxyType({}),
 ) -> Exported:
-    """Write tensors to a new file or folder; `extra` is what a folder has beside them."""
+    """Write tensors to a new file or folder; `extra` is what a folder has beside them, and `states` are those of the
+    optimizer where they have files of their own."""
     disk = disk or Filesystem()
-    size = sum(tensor.num_bytes for tensor in tensors.values())
-    with _target(
-        to, disk, overwrite=how.overwrite, needs=size * (2 if how.format in ("torch", "deepspeed") else 1)
-    ) as draft:
-        _write(draft, tensors, how, extra, progress, disk)
-    return Exported(len(tensors), size, extra.config is not None)
+    size = sum(tensor.num_bytes for tensor in (*tensors.values(), *states.values()))
+    needs = size * (2 if how.format == "torch" else 1)
+    if how.format == "deepspeed":
+        weights = sum(tensor.num_bytes for tensor in tensors.values())
+        needs = weights + max(weights, deepspeed.num_bytes(tensors, states))
+    with _target(to, disk, overwrite=how.overwrite, needs=needs) as draft:
+        if how.format == "deepspeed":
+            _write_deepspeed(draft, tensors, states, how, progress, disk)
+        else:
+            _write(draft, tensors, how, extra, progress, disk)
+    return Exported(len(tensors) + len(states), size, extra.config is not None)
+
+
+def _write_deepspeed(
+    draft: Path,
+    tensors: Mapping[str, LazyTensor],
+    states: deepspeed.States,
+    how: ExportSettings,
+    progress: Callable[[int], None],
+    disk: Filesystem,
+) -> None:
+    inner = draft / f"global_step{how.num_steps}"
+    disk.make_draft(draft)
+    disk.make(inner)
+    form = partial(deepspeed.as_model_file, num_steps=how.num_steps)
+    _write_state_dict(inner / deepspeed.MODEL, tensors, progress, disk, form)
+    deepspeed.write_beside(inner, how.num_steps, disk)
+    deepspeed.write_universal(inner, tensors, states, how.rates, progress=progress, disk=disk)
+    disk.sync(inner)
+    disk.sync(draft)
 
 
 def _reject_adapters_alone(step: SavedStep) -> None:
@@ -151,13 +181,19 @@ def model_in(step: SavedStep) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _rates_in(step: SavedStep) -> tuple[Mapping[str, float], ...]:
+    found = step.manifest.state.get("lr")
+    groups = found if isinstance(found, list) else []
+    return tuple(group for group in groups if isinstance(group, dict) and isinstance(group.get("lr"), int | float))
+
+
 def _named(full: FullTensors, how: ExportSettings) -> dict[str, LazyTensor]:
     tensors = full.model()
     if not tensors:
         raise ShoalError(
             f"{full.step.path} must have tensors of a model, got none", fix="export another checkpoint", code="C037"
         )
-    if how.optimizer:
+    if how.optimizer and how.format != "deepspeed":
         for (kind, parameter), state in full.optimizer().items():
             name = dcp.name_of_state(kind, parameter) if how.format == "dcp" else f"optimizer/{kind}/{parameter}"
             tensors[name] = state
@@ -183,13 +219,6 @@ def _write(
         elif how.format == "peft":
             assert extra.config is not None
             adapter.write(draft, tensors, disk, progress, config=extra.config)
-        elif how.format == "deepspeed":
-            inner = draft / f"global_step{how.num_steps}"
-            disk.make(inner)
-            path = inner / "mp_rank_00_model_states.pt"
-            _write_state_dict(path, tensors, progress, disk, partial(as_model_file, num_steps=how.num_steps))
-            write_text(draft / "latest", inner.name)
-            disk.sync(inner)
         else:
             dcp.write(draft, tensors, progress)
             for name in disk.names(draft):
@@ -211,28 +240,8 @@ def _write_state_dict(
     with values.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)  # unmapped when the last tensor is freed
     state = form({name: _view(memory, *places[name]) for name in tensors})
-    with safetensors.new_file(draft, disk) as out:
-        file_like: Any = _Out(out, disk)
-        try:
-            torch.save(state, file_like)
-        except RuntimeError as error:
-            raise dcp.reason(error) from None
+    torch_file.save(draft, state, disk)
     disk.remove(values)
-
-
-class _Out:
-    """A file object for torch.save."""
-
-    def __init__(self, file: Any, disk: Filesystem) -> None:
-        self.file, self.disk = file, disk
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self.disk.write(self.file, view)
-        return len(view)
-
-    def flush(self) -> None:
-        """Flush to the disk."""
 
 
 def _view(memory: mmap.mmap, dtype: str, shape: tuple[int, ...], begin: int, end: int) -> Tensor:

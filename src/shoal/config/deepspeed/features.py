@@ -12,7 +12,11 @@ NO_EFFECT = {
         ("wall_clock_breakdown", "memory_breakdown", "flops_profiler", "comms_logger", "timers", "csv_monitor"), OBSERVE
     ),
     **dict.fromkeys(
-        ("dump_state", "log_level", "vocabulary_size", "graph_harvesting", "disable_allgather", "aio"), INTERNAL
+        (
+            *("dump_state", "log_level", "vocabulary_size", "graph_harvesting", "disable_allgather", "aio"),
+            "disable_python_gc",
+        ),
+        INTERNAL,
     ),
     **dict.fromkeys(
         ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), "any optimizer of torch is taken"
@@ -26,6 +30,8 @@ NO_EFFECT = {
 }
 """Key → why it has no effect."""
 
+NEVER = 2**31
+"""Steps between two lines that no run makes."""
 TRACKED = "the name of the run is --run.name; other keys of this section have no effect"
 IF_ENABLED = {
     "elasticity": "remove it; --min-hosts N or `shoal agent` continue with fewer hosts at the same global batch",
@@ -106,9 +112,10 @@ def _is_enabled(section: dict[str, object]) -> bool:
 def _observers(reader: Reader) -> None:
     """Metrics and their trackers."""
     is_recipe = reader.into.target == "train"
-    every = reader.whole("steps_per_print")
+    is_never = reader.values.get("steps_per_print") == float("inf")  # as Accelerate writes it
+    every = NEVER if is_never else reader.whole("steps_per_print")
     if every is not None and is_recipe:
-        reader.setting("steps_per_print", "run.log_every", min(every, 2**31))
+        reader.setting("steps_per_print", "run.log_every", min(every, NEVER))
     elif every is not None:
         reader.same("steps_per_print", "no effect here: the script prints")
     trackers = []
@@ -146,7 +153,7 @@ def _compile(reader: Reader) -> None:
     section = reader.section("compile")
     if section is None:
         return
-    if section.flag("deepcompile") and reader.into.target == "train":
+    if section.flag("deepcompile") and reader.into.target != "plan":
         section.setting("deepcompile", "run.compile", True, "each block under torch.compile")
     for key, fix in COMPILED_OFFLOAD.items():
         if section.flag(key):

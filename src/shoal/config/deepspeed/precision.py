@@ -35,7 +35,13 @@ def _bf16(section: Reader, is_enabled: bool) -> None:
     elif section.has("enabled"):
         section.same("enabled", "fp32 unless another precision is enabled")
     section.no_effect("immediate_grad_update", "an internal of DeepSpeed")
-    section.no_effect("check_grad_overflow", "--run.on_nan stop, skip or ignore decides")
+    checks = section.flag("check_grad_overflow")
+    if section.into.target != "initialize":
+        section.no_effect("check_grad_overflow", "--run.on_nan stop, skip or ignore decides")
+    elif checks is False and is_enabled:
+        section.setting("check_grad_overflow", "run.on_nan", "stop", "a step that is not finite ends the run")
+    elif checks is not None:
+        section.same("check_grad_overflow", "a step that is not finite is dropped")
     if section.flag("bf16_master_weights_and_grads"):
         if section.into.target == "initialize":
             fix = "remove it; or shoal.Run('bf16', param_dtype='bf16') with shoal.AdamW"

@@ -32,8 +32,7 @@ def translate_scheduler(reader: Reader) -> None:
         return section.finish()
     params = params or Reader({}, reader.into, "scheduler.params.")
     arguments = _arguments(kind, params)
-    if params.has("last_batch_iteration"):
-        params.no_effect("last_batch_iteration", "a checkpoint has the position of the schedule")
+    _position(params, arguments)
     reader.into.schedule = ScheduleChoice(kind, arguments)
     if reader.into.target == "train":
         _as_settings(section, params, kind, arguments)
@@ -62,6 +61,18 @@ def _arguments(kind: str, params: Reader) -> dict[str, Any]:
             params.into.problems.append(Problem("E010", what, '"total_num_steps": 10000'))
         found["total_num_steps"] = total
     return found
+
+
+def _position(params: Reader, arguments: dict[str, Any]) -> None:
+    """Where the schedule begins, if it is not at the begin."""
+    first = params.whole("last_batch_iteration", least=-1)
+    if first is None or first == -1:
+        return
+    if params.into.target == "initialize":
+        arguments["last_batch_iteration"] = first
+    else:
+        fix = "remove it; a checkpoint has the position of the schedule"
+        params.reject("last_batch_iteration", fix, "a recipe begins at its first step")
 
 
 def _rates(params: Reader, key: str) -> float | list[float] | None:

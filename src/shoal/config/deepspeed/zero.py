@@ -42,10 +42,12 @@ NO_EFFECT = {
             "override_module_apply",
             "log_trace_cache_warnings",
             "enable_sanity_checks",
+            "parameter_alignment",
             "save_muon_momentum_buffer_in_memory",
         ),
         "an internal of DeepSpeed",
     ),
+    **dict.fromkeys(("compute_grad_norm",), "the norm is always computed"),
     **dict.fromkeys(("mics_hierarchical_params_gather",), "the collectives of torch choose their algorithm"),
 }
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")

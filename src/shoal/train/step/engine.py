@@ -104,19 +104,21 @@ class StepEngine:
             open_without_batch(state, is_mean_of_means=state.policies.step.loss_mean == "microbatch")
         self._backward(read_loss(loss))
 
-    def equal_microbatches(self, number: int) -> Iterator[int]:
-        """Yield the numbers of microbatches of a loop that opens no batch and averages their means.
+    def open_equal(self, number: int) -> OpenStep:
+        """Open the step of a loop that opens no batch: a microbatch counts as one of `number`, whatever it weighs.
 
         The script's own random numbers stay its own: nothing is seeded.
         """
-        composed = self.state.composed
-        reject_own_loop(composed)
-        reject_unknown_batch(composed)
-        step = open_without_batch(self.state, number, is_mean_of_means=True)
-        for index in range(number):
-            step.index = index
-            with composed.begin_microbatch(is_last=index == number - 1):
-                yield index
+        reject_own_loop(self.state.composed)
+        reject_unknown_batch(self.state.composed)
+        return open_without_batch(self.state, number, is_mean_of_means=True)
+
+    @contextmanager
+    def equal_microbatch(self, step: OpenStep, *, is_last: bool) -> Iterator[None]:
+        """Forward and backward of the next microbatch of such a step. There may be more of them, or fewer."""
+        step.index = min(step.index + 1, len(step.microbatches) - 1)
+        with self.state.composed.begin_microbatch(is_last=is_last):
+            yield
 
     def factor(self) -> float:
         """The factor of a microbatch's loss sum in the gradient of the open step."""

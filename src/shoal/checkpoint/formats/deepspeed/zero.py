@@ -110,7 +110,7 @@ def _files(folder: Path) -> tuple[list[Path], list[Path]]:
             if match := pattern.fullmatch(name):
                 if int(match[2]):
                     raise _model_parallel(name)
-                files[int(match[1] or 0)] = path
+                files.setdefault(int(match[1] or 0), path)  # of a model, the one that has all weights
         if _OTHERS.fullmatch(name):
             raise _model_parallel(name)
     for files in found.values():

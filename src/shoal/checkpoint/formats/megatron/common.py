@@ -47,6 +47,12 @@ def iteration_folder(source: Path) -> Path:
     if (folder / COMMON).is_file() and (folder / dcp.METADATA).is_file():
         return folder
     kind = _format(folder / FORMAT)
+    if (folder / dcp.METADATA).is_file() and not (folder / COMMON).exists():
+        raise ShoalError(
+            f"{folder} must have {COMMON}, the format torch_dist of Megatron-LM, got fsdp_dtensor or torch_dcp",
+            fix=f"shoal checkpoint import {folder} imported --format dcp --prefix model.",
+            code="E064",
+        )
     raise ShoalError(
         f"{folder} must have {COMMON} and {dcp.METADATA}, the format torch_dist of Megatron-LM, got {kind}",
         fix="Megatron-LM itself converts it: --load OLD --ckpt-convert-format torch_dist --ckpt-convert-save NEW",
