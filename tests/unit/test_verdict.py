@@ -472,6 +472,18 @@ def test_a_verdict_over_all_hosts_is_acted_on_unless_the_rank_has_moved(
     assert sent[-1]["now"] == []
 
 
+def test_a_slow_link_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watcher = watcher_of(tmp_path, [beat_of(7, 6)], monkeypatch, first_rank=2, num_ranks=4)
+    look_later(watcher, 40.0)
+    for number in (7, 8, 8):
+        call = Call(channel="gloo/1", number=number, axis="dp", operation="all_reduce")
+        watcher.accused = Verdict(kind="network", rank=2, call=call, waited=31.0, waiting=(2, 3), is_final=False)
+        assert watcher.look({0: os.getpid()}) is None
+    assert capfd.readouterr().err.count("has not ended for 31.0 s") == 1
+
+
 def test_progress_while_a_stack_is_read_saves_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2)
 

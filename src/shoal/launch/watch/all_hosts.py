@@ -71,7 +71,8 @@ class AllHosts:
         stalls = [self._stalls[host] for host in hosts]
         readings = {rank: reading for stall in stalls for rank, reading in stall.readings.items()}
         states = {rank: state for stall in stalls for rank, state in stall.states.items()}
-        found = verdict(readings, states, thresholds)
+        places = {rank: host for host in hosts for rank in self._stalls[host].readings}
+        found = verdict(readings, states, thresholds, hosts=places)
         self._next = began + REST * (time.monotonic() - began)
         return found
 

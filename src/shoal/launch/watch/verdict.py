@@ -89,12 +89,13 @@ def verdict(
     thresholds: Thresholds,
     *,
     has_other_hosts: bool = False,
+    hosts: Mapping[int, str] | None = None,
 ) -> Verdict | None:
     """The rank that holds up the others; None: no rank does, or it is too early to say.
 
-    `has_other_hosts`: there are ranks that are not in `readings`.
+    `has_other_hosts`: there are ranks that are not in `readings`. `hosts`: rank → host; None: all are on one.
     """
-    known = _Known(readings, states, thresholds, has_other_hosts)
+    known = _Known(readings, states, thresholds, has_other_hosts, hosts or {})
     if any(state.is_traced for state in states.values()):
         return None  # a debugger is attached to one rank, and the others wait for its user
     return known.stopped() or known.mismatch() or known.culprit() or known.circle() or known.network()
@@ -106,6 +107,7 @@ class _Known:
     states: Mapping[int, ProcessState]
     thresholds: Thresholds
     has_other_hosts: bool
+    hosts: Mapping[int, str]
 
     def stopped(self) -> Verdict | None:
         """A rank in state T, while another one waits. If all are stopped, the user has paused the run."""
@@ -150,7 +152,22 @@ class _Known:
         """The ranks for which others wait, and which wait for none. A rank without heartbeat has old counters."""
         waiting = {waiter for waiter, _, _ in edges if self.readings[waiter].age < OLD_BEAT}
         late = {late for _, late, _ in edges} - waiting
-        return sorted(rank for rank in late if self.readings[rank].age > OLD_BEAT or not self._may_wait_elsewhere(rank))
+        return sorted(rank for rank in late if self.readings[rank].age > OLD_BEAT or not self._may_wait_otherwise(rank))
+
+    def _may_wait_otherwise(self, rank: int) -> bool:
+        """Whether a rank for which others wait may itself wait for something else than a rank that is seen.
+
+        It may still receive over a slow link what another rank has sent, which has continued: then it is not asleep.
+        """
+        receives = any(self._is_between_hosts(name) for name in self._pending(rank) if self._axis(name) != BACKGROUND)
+        return receives or self._may_wait_elsewhere(rank)
+
+    def _is_between_hosts(self, channel: str) -> bool:
+        return len({self.hosts.get(rank) for rank in self._ranks(channel)}) > 1
+
+    def _axis(self, channel: str) -> str:
+        name = group_of(channel)
+        return next((each.groups[name][0] for each in self.readings.values() if name in each.groups), "")
 
     def _awake(self, edges: list[tuple[int, int, str]]) -> list[int]:
         """The one rank of a circle that does not sleep on a lock. It has started to receive, and went elsewhere.
@@ -216,10 +233,15 @@ class _Known:
             return None
         if any(map(self._may_wait_elsewhere, members)):  # then this call may wait for that one
             return None
-        rank, channel = stuck[0]
+        # A rank that has sent its part may be in the next call: what has not ended is the one before.
+        begun = ((rank, channel) for rank, channel in stuck if not self._late_for(rank, channel))
+        rank, channel = next(begun, stuck[0])
         waited = self._still(self.readings)
-        phase = self.readings[rank].phase
-        is_final = waited >= self.thresholds.ended(phase, self._median(), may_pass=True)
+        limits, phase = self.thresholds, self.readings[rank].phase
+        is_slow = self._is_between_hosts(channel)  # the link between two hosts may be, and the call much data
+        if is_slow and waited < limits.slow_link:
+            return None
+        is_final = waited >= (limits.last if is_slow else limits.ended(phase, self._median(), may_pass=True))
         call = self._call(channel, rank)
         waiting = tuple(sorted(members))
         return Verdict(kind="network", rank=rank, call=call, waited=waited, waiting=waiting, is_final=is_final)
@@ -251,9 +273,13 @@ class _Known:
             (rank, other, channel)
             for rank in self.readings
             for channel in self._pending(rank)
-            for other in self._members(channel)
-            if other != rank and self._is_behind(other, channel, self._first_pending(rank, channel))
+            for other in self._late_for(rank, channel)
         ]
+
+    def _late_for(self, rank: int, channel: str) -> list[int]:
+        """The ranks that have not entered the call in which a rank waits."""
+        number = self._first_pending(rank, channel)
+        return [other for other in self._members(channel) if other != rank and self._is_behind(other, channel, number)]
 
     def _first_pending(self, rank: int, channel: str) -> int:
         return self.readings[rank].counters[channel][1] + 1

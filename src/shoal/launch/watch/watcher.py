@@ -151,7 +151,8 @@ class Watcher:
 
     def _act(self, found: Verdict, pids: Mapping[int, int]) -> Failure | None:
         """Name the rank once, and return its failure if it is to be ended."""
-        key = (found.kind, found.rank, found.call)
+        # A slow link is named once, not in each call.
+        key = (found.kind, found.rank, None if found.kind == "network" else found.call)
         if not found.is_final and key == self._named:
             return None
         if self.clock < self._debugged_until and found.waited < self.thresholds.timeout:
