@@ -20,8 +20,8 @@ from shoal.launch.watch.reading import ProcessState, Reading
 
 STALL = 1.0
 """Seconds without progress of any rank of a host from which it reports. Ranks are named after two at least."""
-EVERY, GROWTH = 0.4, 0.1
-"""Seconds between two reports, or this fraction of the stall if that is longer."""
+EVERY, GROWTH, MOST = 0.4, 0.1, 2.0
+"""Least seconds between two reports, the part of the stall if that is longer, and most seconds."""
 MOST_BEATS = 3 * 2**15
 """Bytes of the beats in a report. It travels in one packet of a Unix socket (`hosts.reports`)."""
 _SENT = ("counters", "phase", "step", "median", "tickets", "uses_gpu", "is_partial")
@@ -49,7 +49,7 @@ class StallReporter:
                 self._sent, self._next = None, 0.0
                 self.send({"say": "stall", "now": []})
         elif clock >= self._next:
-            self._next = clock + max(EVERY, GROWTH * still)
+            self._next = clock + min(max(EVERY, GROWTH * still), MOST)
             ages = [[rank, reading.age, reading.still, asdict(state)] for rank, (reading, state) in now.items()]
             plain = plain_beats(beats)
             about = {} if plain == self._sent else {"beats": plain}
