@@ -46,8 +46,9 @@ def serve_orders(link: socket.socket, prepare: Prepare, key: bytes) -> int:
         elif order["do"] in token_file.ORDERS:
             _send(link, {"generation": order["generation"], **token_file.handle(order)})
         elif order["do"] == "judge":
-            with suppress(OSError):  # it has ended, or reads nothing: another verdict will come
-                runner.send(data)  # type: ignore[union-attr]
+            if runner is not None:
+                with suppress(OSError):  # it has ended, or reads nothing: another verdict will come
+                    runner.send(data)
         else:
             from shoal.launch.local import fork_is_safe
 
