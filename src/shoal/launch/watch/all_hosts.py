@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from shoal.launch.failure import Failure
 from shoal.launch.watch.hang_thresholds import Thresholds
@@ -88,8 +87,15 @@ class AllHosts:
             words = problem_of(found, num_ranks=num_ranks, timeout=timeout)
             what = words.what.removeprefix(f"rank {found.rank} of {num_ranks} ")
             stack = self._stacks.get(found.rank, "")
-            about: dict[str, Any] = {"code": words.code, "rank": found.rank, "what": what, "fix": words.fix}
-            return Failure(**about, at=cause.at, details=stack, is_sudden=True)
+            return Failure(
+                code=words.code,
+                rank=found.rank,
+                at=cause.at,
+                what=what,
+                details=stack,
+                is_sudden=True,
+                fix=words.fix,
+            )
         if cause.code != "N024" or " while others were in " in cause.what:
             return cause
         # Which call is the newest, its host alone knows: times of two hosts cannot be compared.
