@@ -32,7 +32,11 @@ KINDS = {
     "other shape": ("other_shape_at", "N033", "called all_reduce of float32[700]"),
 }
 """Name → the fault, the code of its verdict, and the words that name it."""
-PLANS = {3: ("dp_replicate=3", "dp_shard=3 zero=3"), 4: ("dp_replicate=4", "dp_shard=4 zero=3", "dp_replicate=2 tp=2")}
+PLANS = {
+    2: ("dp_replicate=2", "dp_shard=2 zero=3"),
+    3: ("dp_replicate=3", "dp_shard=3 zero=3"),
+    4: ("dp_replicate=4", "dp_shard=4 zero=3", "dp_replicate=2 tp=2"),
+}
 MODEL = [
     *["--model.num_layers", "1", "--model.hidden", "32", "--model.ffn", "48", "--data.source", "synthetic"],
     *["--data.synthetic_samples", "64", "--data.validation", "0", "--data.seq_len", "32", "--data.global_batch", "12"],
@@ -53,6 +57,8 @@ class Case:
     rank: int
     step: int
     plan: str
+    hosts: int = 1
+    """Agents, each with as many ranks, at addresses of this machine."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +73,13 @@ class Outcome:
     said: str
 
 
-def cases(seed: int, count: int, ranks: list[int]) -> Iterator[Case]:
+def cases(seed: int, count: int, ranks: list[int], hosts: int = 1) -> Iterator[Case]:
     """The same cases for the same seed."""
     for size in ranks:
         for kind in KINDS:
             chosen = random.Random(f"{seed} {size} {kind}")
             for _ in range(count):
-                yield Case(kind, size, chosen.randrange(size), chosen.randint(6, 30), chosen.choice(PLANS[size]))
+                yield Case(kind, size, chosen.randrange(size), chosen.randint(6, 30), chosen.choice(PLANS[size]), hosts)
 
 
 def run(case: Case) -> Outcome:
@@ -109,8 +115,9 @@ def _train(case: Case, folder: str, write: int) -> None:
 
     code = 1
     try:
-        words = ["--nproc", str(case.ranks), "--plan", case.plan, "--run.dir", f"{folder}/run"]
-        code = shoal(["train", *MODEL, *words])
+        hosts = ",".join(f"127.0.0.{host}:{case.ranks // case.hosts}" for host in range(1, case.hosts + 1))
+        where = ["--nproc", str(case.ranks)] if case.hosts == 1 else ["--hosts", hosts]
+        code = shoal(["train", *MODEL, *where, "--plan", case.plan, "--run.dir", f"{folder}/run"])
     finally:
         sys.stderr.flush()
         os._exit(code)
@@ -135,6 +142,7 @@ def _heard(read: int, child: int, most: float = 90.0) -> tuple[str, float]:
 def _is_right(said: str, case: Case, code: str, words: str, counters: dict[str, int]) -> bool:
     """Whether rank, verdict, axis, number and stack are those of the fault."""
     line = next((line for line in said.splitlines() if re.search(VERDICT, line)), "")
+    line = re.sub(r" \(host [^)]*\)", "", line)
     named = f"rank {case.rank} of {case.ranks} {words}" in line and f"[{code}]" in line
     call = re.search(r"#(\d+) of (\w+)", line)
     operation = re.search(r"(\w+) #\d+ of|called (\w+) of", line)
@@ -150,12 +158,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=20, help="of each kind and number of ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[3, 4])
+    parser.add_argument("--hosts", type=int, default=1, help="agents, at addresses of this machine")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     options = report.arguments(parser, cases=1, ranks=[3], kinds=["other shape"])
-    chosen = [case for case in cases(options.seed, options.cases, options.ranks) if case.kind in options.kinds]
+    all_cases = cases(options.seed, options.cases, options.ranks, options.hosts)
+    chosen = [case for case in all_cases if case.kind in options.kinds]
     if options.part is not None or options.jobs == 1:
         found = list(_outcomes(chosen[options.part or 0 :: options.jobs], prints=options.part is not None))
         if options.part is not None:
@@ -168,7 +178,8 @@ def main() -> None:
         if not outcome.is_right:
             print(f"WRONG: {outcome.kind}, {outcome.ranks} ranks, {outcome.seconds:.2f} s\n{outcome.said}")
     title = report.heading("Hangs", "How fast, and how rightly, is a rank named that dies, stops or hangs?")
-    print(report.write("hangs", f"{title}\n{report.table(rows)}"))
+    name = "hangs" if options.hosts == 1 else f"hangs-{options.hosts}-hosts"
+    print(report.write(name, f"{title}\n{report.table(rows)}"))
 
 
 def _outcomes(chosen: list[Case], *, prints: bool) -> Iterator[Outcome]:

@@ -203,12 +203,12 @@ def test_a_host_that_is_lost_while_others_are_waited_for_is_reported(host: Host,
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("stop_at", "was stopped by a signal (SIGSTOP) for "),
-        ("hold_gil_at", "holds the GIL, so that no other Python thread of it runs; ranks of other hosts have waited "),
-        ("sleep_at", "sleeps in no collective; ranks of other hosts have waited "),
+        ("stop_at", "was stopped by a signal (SIGSTOP) for 2."),
+        ("hold_gil_at", "holds the GIL, so that no other Python thread of it runs; rank 0 has waited 5."),
+        ("sleep_at", "never entered all_reduce #27 of world (float64[4]); rank 0 has waited 5."),
     ],
 )
-def test_a_rank_that_hangs_alone_on_its_host_is_named(
+def test_a_rank_that_hangs_alone_on_its_host_is_ended(
     host: Host, undisturbed: list[float], tmp_path: Path, fault: str, text: str
 ) -> None:
     """No other rank of its host waits for it. A drill found that it was ended after ten minutes."""
@@ -216,6 +216,64 @@ def test_a_rank_that_hangs_alone_on_its_host_is_named(
     assert (ended.code, ended.json["restarts"]) == (0, 1), ended.said
     assert f"rank 1 of 2 (host 127.0.0.2) {text}" in ended.said
     assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)
+
+
+WITHOUT_DATA = """
+import time, torch
+from shoal.data.sources.synthetic import SyntheticTokens
+
+read = SyntheticTokens.batch
+taken = []
+
+def hang(self, ids):
+    taken.append(ids)
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() == LATE and len(taken) > 8:
+        time.sleep(100)
+    return read(self, ids)
+
+class Model(torch.nn.Sequential):
+    def forward(self, tokens):
+        return super().forward(tokens)
+
+def build(hidden):
+    SyntheticTokens.batch = hang
+    return Model(torch.nn.Embedding(257, hidden), torch.nn.Linear(hidden, 257))
+"""
+
+
+@pytest.mark.parametrize("per_host", [1, pytest.param(2, marks=pytest.mark.wide)])
+def test_a_rank_that_waits_for_data_is_named_while_another_host_waits_for_it(
+    host: Host, tmp_path: Path, per_host: int
+) -> None:
+    late, num_ranks = 2 * per_host - 1, 2 * per_host
+    (tmp_path / "model.py").write_text(WITHOUT_DATA.replace("LATE", str(late)))
+    own = ["train", "--model.name", "model.py:build", "--model.hidden", "8", *MADE_UP, "--data.vocabulary", "256"]
+    own += ["--data.seq_len", "16", "--data.global_batch", "4", "--data.workers", "0", "--device", "cpu"]
+    where = f"127.0.0.1:{per_host},127.0.0.2:{per_host}"
+    words = [*own, "--launch.threads", "1", "--run.duration", "100step", "--run.dir", "run", "--hosts", where]
+    started = host.start(*words, cwd=tmp_path)
+    until(lambda: "[N030]" in started.said, started, 30)
+    others = "rank 0 has" if per_host == 1 else "ranks 0, 1, 2 have"
+    assert f"[127.0.0.2] shoal: rank {late} of {num_ranks} never entered all_reduce #" in started.said
+    assert f"; {others} waited 3." in started.said
+    assert " (phase: data) [N030]" in started.said
+    until(lambda: "fix: make the same collective calls" in started.said, started, 5)
+    assert f"[127.0.0.2]   stack of rank {late}:\n[127.0.0.2]     take (" in started.said  # of the next batch
+
+
+@pytest.mark.parametrize(
+    ("fault", "calls"),
+    [
+        ("other_op_at", ("broadcast of float32[1000]", "all_reduce of float32[1000]")),
+        ("other_shape_at", ("all_reduce of float32[700]", "all_reduce of float32[1000]")),
+    ],
+)
+def test_different_calls_on_two_hosts_are_named(host: Host, tmp_path: Path, fault: str, calls: tuple[str, str]) -> None:
+    ended = host.run(*SHORT, cwd=tmp_path, env={"SHOAL_FAULTS": f"{fault}=rank:1,step:5"})
+    assert ended.code == 3, ended.said
+    called = f"called {calls[0]} as #11 of dp_replicate; rank 0 called {calls[1]} [N033]"
+    assert f"rank 1 of 2 (host 127.0.0.2) {called}\n  stack of rank 1:" in ended.said
+    assert "_mismatch (" in ended.said
 
 
 @pytest.mark.wide

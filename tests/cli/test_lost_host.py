@@ -70,3 +70,28 @@ def test_a_lost_host_is_left_out_and_taken_in_again(host: Host, hosts: list[tupl
     plain = host.run(*WORDS, "--run.dir", "plain", "--nproc", "1", cwd=tmp_path)
     assert plain.code == 0, plain.said
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-12)
+
+
+@pytest.mark.wide
+def test_a_network_that_is_cut_between_ranks_alone_is_named(
+    host: Host, hosts: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    """Heartbeats arrive, and packets of one rank do not. It may be a slow link, so the run is not ended at once."""
+    (tmp_path / "own.py").write_text(SLOW)
+    (first, here), (second, there) = hosts
+    env = {"SHOAL_KEY": "a key for a test of a cut network"}
+    meeting = ["--hosts", f"{here}:1,{there}:1", "--ssh", "none", "--listen", f"{here}:{PORT}"]
+    words = [*WORDS, "--run.dir", "run", "--launch.timeout", "60"]
+    started = host.start(*words, *meeting, cwd=tmp_path, env=env, network=first)
+    for network, name in hosts:
+        host.start("agent", "--join", f"{here}:{PORT}", "--name", name, cwd=tmp_path, env=env, network=network)
+    until(lambda: committed(saves(tmp_path)) >= 5, started)
+    (low, high) = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    to_ranks = ["ipproto", "tcp", "dport", f"{max(int(low), int(PORT) + 2)}-{high}"]
+    ip("-n", second, "rule", "add", "priority", "1", "to", here, *to_ranks, "blackhole")
+    began = time.monotonic()
+    until(lambda: "and all others have entered " in started.said, started, 30)
+    assert time.monotonic() - began < 10
+    assert "which has not ended for 3." in started.said
+    assert "is lost" not in started.said
+    host.kill_what_runs()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from shoal.launch.hosts import lease
 from shoal.launch.hosts.agent.loop import Agent, Runner, Silent
 from shoal.launch.hosts.agent.runner import HostGroup
 from shoal.launch.hosts.lease import LEASE, Lease, boottime
-from shoal.launch.hosts.messages import Channel
+from shoal.launch.hosts.messages import MOST, Channel
 from shoal.launch.hosts.reports import MOST_REPORT, encoded, error_from, plain_error
+from shoal.launch.watch.verdict import Verdict
+from shoal.launch.watch.watcher import Watcher
 from shoal.launch.worker import saved_path
 
 KEY = b"k" * 32
@@ -218,18 +221,30 @@ def test_a_stopped_worker_of_a_killed_runner_is_ended() -> None:
     assert done.stdout == "[True, False, False, True]\n", done.stderr
 
 
+def host_group(folder: Path, **others: Any) -> HostGroup:
+    """The workers of a host, none of which is started, without orders."""
+    orders = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    orders.close()
+    return HostGroup(
+        **{
+            "directory": folder,
+            "grace": 1.0,
+            "grace_period": 30.0,
+            "first_rank": 8,
+            "report": lambda failure: None,
+            "report_saved": lambda step: None,
+            "report_stall": lambda stall: None,
+            "orders": orders,
+            **others,
+        }
+    )
+
+
 def test_workers_report_each_saved_step_and_no_limit_that_did_not_hold(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved: list[int] = []
-    group = HostGroup(
-        directory=tmp_path,
-        grace=1.0,
-        grace_period=30.0,
-        first_rank=8,
-        report=lambda failure: None,
-        report_saved=saved.append,
-    )
+    group = host_group(tmp_path, report_saved=saved.append)
     for step in (1, 1, 4):
         saved_path(tmp_path).write_text(str(step))
         group._check_running()
@@ -243,6 +258,37 @@ def test_workers_report_each_saved_step_and_no_limit_that_did_not_hold(
     assert "rank 8 did not stop within 30 s of SIGTERM" in capsys.readouterr().err  # of all hosts, not of this one
 
 
+def test_a_verdict_reaches_the_launcher_of_its_rank(
+    played: tuple[Agent, socket.socket, Channel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, template, coordinator = played
+    template.setblocking(False)
+    agent._obey({"do": "start", "generation": 2})
+    assert json.loads(template.recv(MOST))["do"] == "start"
+    say(template, agent, say="stall", generation=2, now=[])
+    assert coordinator.read() == [{"say": "stall", "generation": 2, "now": []}]
+    assert agent.runner is not None
+    assert not agent.runner.has_reported
+    verdicts = [Verdict(kind="never_entered", rank=9, waited=seconds) for seconds in (3.0, 3.4)]
+    agent._obey({"do": "judge", "generation": 1, "verdict": asdict(verdicts[0])})  # of another generation
+    with pytest.raises(BlockingIOError):
+        template.recv(MOST)
+    ours, orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    orders.setblocking(False)
+    for each in verdicts:
+        agent._obey({"do": "judge", "generation": 2, "verdict": asdict(each)})
+        ours.send(template.recv(MOST))
+    group = host_group(tmp_path, orders=orders, world_size=10)
+    group._begin_generation(2)
+    heard: list[Any] = []
+    monkeypatch.setattr(Watcher, "look", lambda watcher, pids: heard.append(watcher.accused))
+    group._fence_hung()
+    assert heard == verdicts[1:]
+    ours.close()
+    group._fence_hung()
+    orders.close()
+
+
 def test_a_long_report_is_shortened_to_one_packet() -> None:
     problems = [Problem("N022", f"{number} failed: " + "ü\n" * 10_000, "a fix") for number in range(50)]
     report = {"say": "rejected", "error": plain_error(RunFailed(*problems))}
@@ -252,4 +298,5 @@ def test_a_long_report_is_shortened_to_one_packet() -> None:
         found = json.loads(far.recv(2**20))
     assert len(encoded(report)) <= MOST_REPORT
     assert str(error_from(found["error"]).problems[0].what).startswith("0 failed: ü")
+    assert "left" not in json.loads(encoded({**report, "left": "x"}))
     assert encoded({"say": "ended", "value": "x"}) == b'{"say": "ended", "value": "x"}'

@@ -21,10 +21,11 @@ from shoal.launch import cgroup
 from shoal.launch.failure import Failure, write_failure
 from shoal.launch.host_memory import Memory
 from shoal.launch.watch.hang_thresholds import Thresholds
+from shoal.launch.watch.host_report import StallReporter
 from shoal.launch.watch.reading import ProcessState, Reading, cpu_of_descendants
 from shoal.launch.watch.report import problem_of
 from shoal.launch.watch.stacks import excerpt, is_debugged, main_frames, outliers
-from shoal.launch.watch.verdict import call_of_waiting, find_mismatch, verdict
+from shoal.launch.watch.verdict import Call, Verdict, call_of_waiting, find_mismatch, verdict
 from shoal.launch.watch.watcher import Watcher
 
 LIMITS = Thresholds(600.0)
@@ -128,52 +129,13 @@ def test_a_paused_run_is_left_alone() -> None:
     assert verdict(dict.fromkeys(range(4), behind(still=100.0)), states, LIMITS) is None
 
 
-def test_all_ranks_of_a_host_are_stopped_while_other_hosts_wait() -> None:
-    readings, stopped = dict.fromkeys(range(2), behind(still=100.0)), ProcessState(letter="T", stopped=2.0)
-    found = verdict(readings, {0: stopped, 1: stopped}, LIMITS, has_other_hosts=True)
+def test_all_ranks_of_a_host_are_stopped_while_those_of_another_one_wait() -> None:
+    readings = {0: behind(still=3.0), 1: behind(still=3.0), 2: waits(still=1.5), 3: waits(still=1.5)}
+    stopped = ProcessState(letter="T", stopped=2.0)
+    found = verdict(readings, {0: stopped, 1: stopped, 2: RUNS, 3: RUNS}, LIMITS)
     assert found is not None
     assert (found.kind, found.rank, found.is_final) == ("stopped", 0, True)
-    assert "while ranks of other hosts waited" in problem_of(found, num_ranks=4, timeout=60.0).what
-    assert verdict(readings, {0: stopped, 1: RUNS}, LIMITS, has_other_hosts=True) is None  # it may have work to do
-
-
-ASLEEP = ProcessState(wchan="hrtimer_nanosleep")
-
-
-@pytest.mark.parametrize(
-    ("reading", "state", "found"),
-    [
-        (behind(still=5.1), ASLEEP, ("never_entered", False)),
-        (behind(still=4.9), ASLEEP, None),
-        (behind(still=31.0), ASLEEP, ("never_entered", True)),
-        (behind(still=31.0, median_step=2.0), ASLEEP, ("never_entered", False)),
-        (behind(still=5.1, age=3.0), ASLEEP, ("gil", True)),
-        (behind(still=5.1, age=3.0), ProcessState(wchan="futex_wait_queue"), ("gil", True)),
-        (behind(still=31.0), ProcessState(letter="D", wchan="nfs_wait"), ("kernel", True)),
-        (waits(still=99.0), ASLEEP, None),
-        (waits(still=5.1, age=3.0), ASLEEP, ("gil", False)),
-        (waits(still=31.0, age=3.0), ASLEEP, ("gil", True)),
-        (behind(still=99.0), ProcessState(wchan="futex_wait_queue"), None),
-        (behind(still=99.0), RUNS, None),
-        (behind(still=99.0), replace(ASLEEP, busy=0.9), None),
-        (behind(still=99.0), replace(ASLEEP, letter="R"), None),
-        (behind(still=99.0, uses_gpu=True), ASLEEP, None),
-        (behind(still=99.0, is_partial=True), ASLEEP, None),
-        (behind(still=99.0, phase="data"), ASLEEP, None),
-        (behind(still=99.0, phase="unknown", counters={}), ASLEEP, None),
-        (behind(still=29.0, phase="first steps"), ASLEEP, None),
-        (behind(still=15.1, age=3.0, phase="first steps"), ASLEEP, ("gil", True)),
-    ],
-)  # fmt: skip
-def test_the_only_rank_of_a_host_that_sleeps_outside_of_any_call(
-    reading: Reading, state: ProcessState, found: tuple[str, bool] | None
-) -> None:
-    """No rank beside it waits, so it was seen by nobody, and the ranks of other hosts waited for `launch.timeout`."""
-    said = verdict({1: reading}, {1: state}, LIMITS, has_other_hosts=True)
-    assert (None if said is None else (said.kind, said.is_final)) == found
-    assert verdict({1: reading}, {1: state}, LIMITS) is None  # there is no other rank
-    if said is not None:
-        assert "; ranks of other hosts have waited" in problem_of(said, num_ranks=2, timeout=600.0).what
+    assert "while ranks 2, 3 waited in all_reduce #118" in problem_of(found, num_ranks=4, timeout=60.0).what
 
 
 @pytest.mark.parametrize(
@@ -246,6 +208,18 @@ def test_messages_of_nccl_have_no_ticket(monkeypatch: pytest.MonkeyPatch) -> Non
         ("nccl/0", "all_reduce"),
         ("nccl/0", "coalesced"),
     ]
+
+
+def test_the_minority_is_not_known_where_ranks_of_a_group_are_not_seen() -> None:
+    """Ranks 0 and 1 of a group of four make different calls. Which of them is wrong, the other host shows."""
+    here = {0: waits(), 1: waits(tickets=(ticket(118, size=9),))}
+    states = dict.fromkeys(range(4), RUNS)
+    assert verdict(here, {0: RUNS, 1: RUNS}, LIMITS, has_other_hosts=True) is None
+    assert find_mismatch(here, has_other_hosts=True) is None
+    for odd, size in ((0, 9), (1, 8)):
+        found = verdict({**here, **{rank: waits(tickets=(ticket(118, size=size),)) for rank in (2, 3)}}, states, LIMITS)
+        assert found is not None
+        assert (found.kind, found.rank) == ("mismatch", odd)
 
 
 def test_inputs_that_may_differ_are_no_mismatch() -> None:
@@ -330,6 +304,18 @@ def test_survivors_know_where_they_lost_a_rank() -> None:
     done = waits(counters={"gloo/1": (118, 118)}, tickets=(ticket(117, done=True), ticket(118, done=True)))
     assert str(call_of_waiting({0: done, 1: behind()}, 1)) == "all_reduce #118 of dp (float32[8])"
     assert call_of_waiting({1: behind()}, 1) is None
+
+
+def test_a_call_of_training_explains_more_than_one_of_a_thread_that_saves() -> None:
+    groups = {**GROUPS, "9": ("background", (0, 1))}
+    saves = replace(ticket(7, "all_gather"), group="9", nanoseconds=1000)
+    counters = {"gloo/9": (7, 6), "gloo/1": (118, 117)}
+    waiting = waits(counters=counters, tickets=(saves, ticket(118)), groups=groups)
+    late = behind(counters={"gloo/1": (117, 117), "gloo/9": (6, 6)}, groups=groups)
+    found = verdict({0: waiting, 1: late}, {0: RUNS, 1: RUNS}, LIMITS)
+    assert found is not None
+    assert str(found.call) == "all_reduce #118 of dp (float32[8])"
+    assert call_of_waiting({0: waiting, 1: late}, 1) == found.call
 
 
 def test_all_limits_follow_from_the_timeout() -> None:
@@ -444,15 +430,62 @@ def test_ranks_of_a_second_host_are_named_among_those_of_all(
 ) -> None:
     watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
     assert look_later(watcher, 4.0) is None
+    assert capfd.readouterr().err == ""  # the coordinator may know more
+    assert look_later(watcher, 1.0) is None
     assert "rank 3 of 4 never entered collective #7 of dp; rank 2 has waited" in capfd.readouterr().err
-    failure = look_later(watcher, 30.0)
+    assert look_later(watcher, 30.0) is None
+    failure = look_later(watcher, 1.0)
     assert failure is not None
     assert failure.rank == 1  # on this host
     assert failure.what.startswith("never entered")
 
 
+def test_a_verdict_over_all_hosts_is_acted_on_unless_the_rank_has_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 2 is alone on this host, and rank 0 of another one waits for it."""
+    beat = {**beat_of(6, 6), "groups": {"1": ("dp", (0, 2))}}
+    watcher = watcher_of(tmp_path, [beat], monkeypatch, first_rank=2, num_ranks=3)
+    sent: list[dict[str, Any]] = []
+    watcher.reporter = StallReporter(sent.append)
+    call = Call(channel="gloo/1", number=7, axis="dp", operation="all_reduce")
+    named = Verdict(kind="never_entered", rank=2, call=call, waited=3.2, waiting=(0,), is_final=False)
+    pids = {0: os.getpid()}
+    watcher.look(pids)
+    assert sent == []
+    for final in (named, replace(named, is_final=True)):
+        watcher.accused = final
+        watcher.look(pids)  # it has not been still for so long
+    assert look_later(watcher, 3.4) is None
+    assert (sent[0]["say"], sent[0]["now"][0][0]) == ("stall", 2)
+    watcher.accused = named
+    assert watcher.look(pids) is None
+    assert "rank 2 of 3 never entered all_reduce #7 of dp; rank 0 has waited 3.2 s" in capfd.readouterr().err
+    watcher.accused = replace(named, is_final=True)
+    failure = watcher.look(pids)
+    assert failure is not None
+    assert (failure.code, failure.rank, failure.is_lost) == ("N030", 0, True)
+    assert watcher.look(pids) is None  # one verdict, one act
+    watcher.board.write(0, {**beat, "counters": {"gloo/1": (7, 7)}})
+    watcher.accused = replace(named, is_final=True)
+    assert watcher.look(pids) is None
+    assert sent[-1]["now"] == []
+
+
+def test_a_slow_link_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watcher = watcher_of(tmp_path, [beat_of(7, 6)], monkeypatch, first_rank=2, num_ranks=4)
+    look_later(watcher, 40.0)
+    for number in (7, 8, 8):
+        call = Call(channel="gloo/1", number=number, axis="dp", operation="all_reduce")
+        watcher.accused = Verdict(kind="network", rank=2, call=call, waited=31.0, waiting=(2, 3), is_final=False)
+        assert watcher.look({0: os.getpid()}) is None
+    assert capfd.readouterr().err.count("has not ended for 31.0 s") == 1
+
+
 def test_progress_while_a_stack_is_read_saves_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
+    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2)
 
     def read_slowly(*args: Any, **options: Any) -> str:
         watcher.board.write(1, beat_of(7, 6))
@@ -468,7 +501,7 @@ def test_progress_while_a_stack_is_read_saves_the_rank(tmp_path: Path, monkeypat
 def test_a_stopped_rank_that_was_continued_for_its_stack_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
+    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2)
     letters: list[str] = []
 
     def read_stack(*args: Any, **options: Any) -> str:
@@ -489,7 +522,7 @@ def test_a_stopped_rank_that_was_continued_for_its_stack_is_ended(
 
 
 def test_a_rank_in_a_debugger_is_left_alone_until_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
+    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2)
     watcher.turn = 1000.0
     reads: list[int] = []
 
@@ -523,7 +556,7 @@ def test_a_rank_whose_child_computes_is_not_ended(
     computes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A compiler in a child process, for which a rank waits."""
-    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2, num_ranks=4)
+    watcher = watcher_of(tmp_path, [beat_of(7, 6), beat_of(6, 6)], monkeypatch, first_rank=2)
     monkeypatch.setattr("shoal.launch.watch.watcher.cpu_of_descendants", lambda pid: computes * watcher.clock)
     monkeypatch.setattr("shoal.launch.watch.watcher.read_state", lambda pid: ProcessState())
     assert look_later(watcher, 2.0) is None

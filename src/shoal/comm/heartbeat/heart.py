@@ -28,6 +28,7 @@ import torch
 from shoal.comm.heartbeat import recorder
 from shoal.comm.heartbeat.arrivals import Arrivals, Straggler, sample_of
 from shoal.comm.heartbeat.board import UNKNOWN, HeartbeatBoard
+from shoal.comm.heartbeat.brief import EMPTY, only_pending, without_channels
 from shoal.comm.heartbeat.messages import MessageCounter, count_messages
 from shoal.comm.heartbeat.ticket import Ticket, group_of
 
@@ -45,8 +46,6 @@ MOST_TICKETS = 12
 """Newest tickets per channel on the board."""
 TRAINING = ("data", "first steps", "step", "compiled step")
 """Phases in which ranks should arrive together. In others one rank may work alone: it saves, or reads a profile."""
-EMPTY: dict[str, Any] = {"counters": {}, "groups": {}, "tickets": []}
-"""The parts of a beat that grow with the world."""
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 8) + 8
 """The signal on which a worker writes the stacks of its threads. No library is known to use it."""
 
@@ -123,7 +122,7 @@ class Heart:
             written = {**state, "counters": recorder.exact(counted, self._tickets), **self._about()}
             written |= {"tickets": self._newest, "groups": self._groups(counted)}
             written["total"] = sum(entered + completed for entered, completed in counted.values())
-            for each in (written, only_pending(written), {**written, **EMPTY, "is_partial": True}):
+            for each in (written, only_pending(written), without_channels(written)):
                 if self.board.write(self.index, each):
                     break
 
@@ -224,14 +223,6 @@ class Heart:
         """Show that this rank lives, and nothing else: then it is never blamed for what it has not entered."""
         with suppress(Exception):
             self.board.write(self.index, {**EMPTY, "phase": UNKNOWN, "step": self.step, **self._about()})
-
-
-def only_pending(beat: dict[str, Any]) -> dict[str, Any]:
-    """A smaller beat: the channels with a pending call alone, and their groups. Large worlds have hundreds."""
-    counters = {name: pair for name, pair in beat["counters"].items() if pair[0] > pair[1]}
-    names = {group_of(name) for name in counters}
-    groups = {name: group for name, group in beat["groups"].items() if name in names}
-    return {**beat, "counters": counters, "groups": groups, "tickets": beat["tickets"][-4:], "is_partial": True}
 
 
 def _newest(tickets: list[Ticket]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shoal.errors import Problem, RunFailed, ShoalError, raise_if
@@ -21,6 +21,8 @@ from shoal.launch.failure import Failure, cause_of, first_failure
 from shoal.launch.hosts.members import Member, Members
 from shoal.launch.hosts.messages import Message
 from shoal.launch.hosts.reports import error_from, failure_from
+from shoal.launch.watch.all_hosts import AllHosts
+from shoal.launch.watch.hang_thresholds import Thresholds
 
 SETTLE = 0.2
 """Seconds after the first report of a failure in which another host may report an earlier one."""
@@ -104,6 +106,7 @@ class Generation:
     done: dict[Member, Message] = field(default_factory=dict)
     failures: list[tuple[Failure, Message, Member]] = field(default_factory=list)
     stopped: set[Member] = field(default_factory=set)
+    watched: AllHosts = field(default_factory=AllHosts)
     saved_step: int | None = None
     passed_on: int | None = None
     kill_at: float | None = None
@@ -128,6 +131,10 @@ class Generation:
     def first_rank(self, host: Member) -> int:
         """The first rank on a host."""
         return num_ranks(self.hosts[: self.hosts.index(host)])
+
+    def host_of(self, rank: int) -> Member:
+        """The host of a rank."""
+        return next(host for host in self.hosts if rank < self.first_rank(host) + host.spec.slots)
 
     def ranks(self, host: Member) -> str:
         """The ranks on a host, in words."""
@@ -270,6 +277,7 @@ class Generation:
             for host, event in self.all.turn():
                 self._note(host, event)
                 welcome_back(self, host, event)
+            judge(self)
             self.revive()
             self._pass_on_signals()
             if self.failures:
@@ -304,6 +312,7 @@ class Generation:
             return
         if event.get("saved_step") is not None:
             self.saved_step = max(self.saved_step or 0, int(event["saved_step"]))
+        self.watched.note(host.name, event)
         if event["say"] == "failed" or event.get("outcome") == "failed":
             failure = failure_from(event["failure"])
             if all(known.rank != failure.rank for known, _, _ in self.failures):
@@ -342,17 +351,11 @@ class Generation:
 
     def _outcome(self) -> ShoalError:
         """The error of the first failure."""
-        cause = first_failure(failure for failure, _, _ in self.failures)
-        report, host = next((report, host) for failure, report, host in self.failures if failure is cause)
-        if report.get("error"):
-            error = error_from(report["error"])
-        else:
-            rank = f"rank {cause.rank} of {self.world_size} (host {host.name})"
-            details = f"\n{cause.details}" if cause.details else ""
-            text = f"{rank} {cause.what}{details}" if cause.is_sudden else f"{rank} failed: {cause.what}{details}"
-            error = RunFailed(cause.what if cause.code == "N057" else text, fix=cause.fix, code=cause.code)
-            error.may_pass = cause.may_pass
-            error.memory = {"rank": cause.rank, **cause.memory} if cause.lacks_memory else {}
+        first = first_failure(failure for failure, _, _ in self.failures)
+        cause = self.watched.explained(first, num_ranks=self.world_size, timeout=self.timeout)
+        report = next(report for failure, report, _ in self.failures if failure is first)
+        is_raised = report.get("error") and cause is first
+        error = error_from(report["error"]) if is_raised else error_of(self, cause)
         if isinstance(error, RunFailed):
             error.saved_step, error.plan = self.saved_step, self.plan
             error.cause = cause_of(cause)
@@ -378,6 +381,28 @@ class Generation:
         if self.kill_at is not None and time.monotonic() > self.kill_at and self.passed_on is not None:
             self.stop_all(0.0)
             raise interruption(self.passed_on)
+
+
+def error_of(generation: Generation, cause: Failure) -> RunFailed:
+    """The error of a failure that no rank has raised as one of ours."""
+    if cause.code == "N057":
+        text = cause.what
+    else:
+        rank = f"rank {cause.rank} of {generation.world_size} (host {generation.host_of(cause.rank).name})"
+        text = f"{rank} {cause.what}" if cause.is_sudden else f"{rank} failed: {cause.what}"
+        text = f"{text}\n{cause.details}" if cause.details else text
+    error = RunFailed(text, fix=cause.fix, code=cause.code)
+    error.may_pass = cause.may_pass
+    error.memory = {"rank": cause.rank, **cause.memory} if cause.lacks_memory else {}
+    return error
+
+
+def judge(generation: Generation) -> None:
+    """Let the host of a rank for which others wait look at it, and end it if it has not moved since."""
+    waiting = [host.name for host in generation.hosts if host not in generation.done]
+    if found := generation.watched.verdict(waiting, Thresholds(generation.timeout)):
+        order = {"do": "judge", "generation": generation.number, "verdict": asdict(found)}
+        generation.all.send([generation.host_of(found.rank)], order)
 
 
 def num_ranks(hosts: Sequence[Member]) -> int:

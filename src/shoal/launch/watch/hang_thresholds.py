@@ -15,6 +15,7 @@ the measured steps and from `launch.timeout`.
 | sleeps in its first steps, without a GPU        | a twentieth of the timeout | a tenth of the timeout       |
 | the same, and holds the GIL                     | a 120th of the timeout     | a sixtieth of the timeout    |
 | in another phase: start, first steps, save, ... | a twentieth of the timeout | nine tenths of the timeout   |
+| all are in one call between hosts (a slow link) | a twentieth of the timeout | nine tenths of the timeout   |
 
 A rank computes also if a process that it has started does: a compiler. A host thread that sleeps in a call of a GPU's
 driver is normal, so it has longer. Code that waits for long releases the GIL; what does not, in first steps, may load a
@@ -44,6 +45,11 @@ class Thresholds:
     def stopped(self) -> float:
         """For a rank in state T, and for a mismatch: both are certain."""
         return min(2.0, 0.5 * self.timeout)
+
+    @property
+    def slow_link(self) -> float:
+        """For a call between hosts that all ranks have entered: it may only be slow. It is ended after `last`."""
+        return max(min(3.0, self.last), self.timeout / 20)
 
     @property
     def last(self) -> float:

@@ -9,7 +9,7 @@ from shoal.launch.watch.verdict import Verdict
 def problem_of(verdict: Verdict, *, num_ranks: int, timeout: float) -> Problem:
     """Put a verdict into words."""
     rank = f"rank {verdict.rank} of {num_ranks}"
-    waiting = _ranks(verdict.waiting) if verdict.waiting else "ranks of other hosts"
+    waiting = _ranks(verdict.waiting)
     seconds = f"{verdict.waited:.1f} s"
     at = f" in {verdict.call}" if verdict.call else ""
     where = "" if verdict.phase == "step" else f" (phase: {verdict.phase})"
@@ -20,8 +20,7 @@ def problem_of(verdict: Verdict, *, num_ranks: int, timeout: float) -> Problem:
             what = f"{rank} was stopped by a signal (SIGSTOP) for {seconds}, while {waiting} waited{at}"
             return Problem("N025", what, "gdb -p PID, in place of kill -STOP, to look at a process")
         case "never_entered":
-            entered = f"never entered {verdict.call}" if verdict.call else "sleeps in no collective"
-            what = f"{rank} {entered}; {waits}{where}"
+            what = f"{rank} never entered {verdict.call}; {waits}{where}"
             return Problem("N030", what, "make the same collective calls on every rank; the stack shows where it is")
         case "gil":
             what = f"{rank} holds the GIL, so that no other Python thread of it runs; {waits}{at}{where}"

@@ -18,7 +18,6 @@ collective of two. Rows of the table, in this order:
 | culprit, heartbeat old                               | holds the GIL                                       |
 | culprit, state D                                     | blocked in the kernel                               |
 | culprit, heartbeat fresh                             | never entered                                       |
-| the only rank of a host, asleep outside of any call  | as if ranks of other hosts waited for it            |
 | ranks wait for each other in two calls, one unusual  | alone: the other ranks never enter that one         |
 | ranks wait for each other in a circle                | order: they entered two groups in different orders  |
 | all have entered the same call, and it does not end  | network                                             |
@@ -30,11 +29,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from shoal.comm.heartbeat.board import UNKNOWN
 from shoal.comm.heartbeat.ticket import ANY_SOURCE, Ticket, group_of
-from shoal.launch.watch.hang_thresholds import FIRST_STEPS, STEP, Thresholds
+from shoal.launch.watch.hang_thresholds import STEP, Thresholds
 from shoal.launch.watch.lone_call import lone_call
 from shoal.launch.watch.reading import ProcessState, Reading
 
@@ -44,6 +43,8 @@ BUSY = 0.2
 """Fraction of the time from which a rank counts as computing. Heartbeat and idle threads use less than a hundredth."""
 SAME_ON_ALL = {"all_reduce", "broadcast", "reduce", "all_gather", "allgather", "_allgather_base", "reduce_scatter"}
 """Operations whose inputs have the same sizes on all ranks. Those of all_to_all, gather and scatter may differ."""
+BACKGROUND = "background"
+"""The axis of a group with which a thread saves while training continues."""
 OLD_BEAT = 2.0
 """Seconds after which a missing heartbeat means that its thread cannot run."""
 
@@ -88,13 +89,16 @@ def verdict(
     thresholds: Thresholds,
     *,
     has_other_hosts: bool = False,
+    hosts: Mapping[int, str] | None = None,
 ) -> Verdict | None:
-    """The rank that holds up the others; None: no rank does, or it is too early to say."""
-    known = _Known(readings, states, thresholds, has_other_hosts)
+    """The rank that holds up the others; None: no rank does, or it is too early to say.
+
+    `has_other_hosts`: there are ranks that are not in `readings`. `hosts`: rank → host; None: all are on one.
+    """
+    known = _Known(readings, states, thresholds, has_other_hosts, hosts or {})
     if any(state.is_traced for state in states.values()):
         return None  # a debugger is attached to one rank, and the others wait for its user
-    found = known.stopped() or known.mismatch() or known.culprit() or known.lone()
-    return found or known.circle() or known.network()
+    return known.stopped() or known.mismatch() or known.culprit() or known.circle() or known.network()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +107,15 @@ class _Known:
     states: Mapping[int, ProcessState]
     thresholds: Thresholds
     has_other_hosts: bool
+    hosts: Mapping[int, str]
 
     def stopped(self) -> Verdict | None:
-        """A rank in state T, while another one waits. If all are stopped, the user has paused the run; but not that of
-        other hosts, whose ranks wait."""
+        """A rank in state T, while another one waits. If all are stopped, the user has paused the run."""
         limit = self.thresholds.stopped
         halted = [rank for rank, state in self.states.items() if state.stopped >= limit]
         others = [rank for rank in self.readings if rank not in halted]
         waiting = [rank for rank in others if any(self._pending(rank))]
-        is_waited_for = self._still(others) >= limit / 2 if waiting else self.has_other_hosts and not others
-        if not halted or not is_waited_for:
+        if not halted or not waiting or self._still(others) < limit / 2:
             return None
         rank = halted[0]
         call = self._call_waited_for(waiting, rank)
@@ -122,7 +125,9 @@ class _Known:
     def mismatch(self) -> Verdict | None:
         """Two ranks with different calls under the same number of a group."""
         waited = self._still(self.readings)
-        found = find_mismatch(self.readings) if waited >= self.thresholds.stopped else None
+        if waited < self.thresholds.stopped:
+            return None
+        found = find_mismatch(self.readings, has_other_hosts=self.has_other_hosts)
         if found is None:
             return None
         phases = {self.readings[rank].phase for ranks, _ in found.versions for rank in ranks}
@@ -143,32 +148,26 @@ class _Known:
                 return found
         return None
 
-    def lone(self) -> Verdict | None:
-        """The only rank of this host, if it sleeps outside of any call: no rank here waits for it, but ranks of other
-        hosts do. That is not seen, so it is ended as late as one that computes, unless it sleeps with the GIL. One
-        without heartbeat has old counters: a call in them may have ended since."""
-        rank = min(self.readings, default=0)
-        if not self.has_other_hosts or len(self.readings) != 1:
-            return None
-        reading, state, is_in_call = self.readings[rank], self._state(rank), any(self._pending(rank))
-        if reading.phase not in (STEP, FIRST_STEPS) or reading.is_partial or reading.uses_gpu or state.busy > BUSY:
-            return None
-        may_wait = is_in_call or not state.wchan or state.wchan.startswith("futex")  # for a rank or another thread
-        if state.letter == "R" or (may_wait and reading.age <= OLD_BEAT):
-            return None
-        found = self._judged(rank, (), None)
-        if found is None or (found.kind == "gil" and not is_in_call):
-            return found
-        limits, median = self.thresholds, self._median()
-        is_final = found.waited >= limits.ended(reading.phase, median, may_pass=True)
-        is_early = found.waited < limits.ended(reading.phase, median, may_pass=False)
-        return None if is_early else replace(found, is_final=is_final)
-
     def _roots(self, edges: list[tuple[int, int, str]]) -> list[int]:
         """The ranks for which others wait, and which wait for none. A rank without heartbeat has old counters."""
         waiting = {waiter for waiter, _, _ in edges if self.readings[waiter].age < OLD_BEAT}
         late = {late for _, late, _ in edges} - waiting
-        return sorted(rank for rank in late if self.readings[rank].age > OLD_BEAT or not self._may_wait_elsewhere(rank))
+        return sorted(rank for rank in late if self.readings[rank].age > OLD_BEAT or not self._may_wait_otherwise(rank))
+
+    def _may_wait_otherwise(self, rank: int) -> bool:
+        """Whether a rank for which others wait may itself wait for something else than a rank that is seen.
+
+        It may still receive over a slow link what another rank has sent, which has continued: then it is not asleep.
+        """
+        receives = any(self._is_between_hosts(name) for name in self._pending(rank) if self._axis(name) != BACKGROUND)
+        return receives or self._may_wait_elsewhere(rank)
+
+    def _is_between_hosts(self, channel: str) -> bool:
+        return len({self.hosts.get(rank) for rank in self._ranks(channel)}) > 1
+
+    def _axis(self, channel: str) -> str:
+        name = group_of(channel)
+        return next((each.groups[name][0] for each in self.readings.values() if name in each.groups), "")
 
     def _awake(self, edges: list[tuple[int, int, str]]) -> list[int]:
         """The one rank of a circle that does not sleep on a lock. It has started to receive, and went elsewhere.
@@ -234,10 +233,15 @@ class _Known:
             return None
         if any(map(self._may_wait_elsewhere, members)):  # then this call may wait for that one
             return None
-        rank, channel = stuck[0]
+        # A rank that has sent its part may be in the next call: what has not ended is the one before.
+        begun = ((rank, channel) for rank, channel in stuck if not self._late_for(rank, channel))
+        rank, channel = next(begun, stuck[0])
         waited = self._still(self.readings)
-        phase = self.readings[rank].phase
-        is_final = waited >= self.thresholds.ended(phase, self._median(), may_pass=True)
+        limits, phase = self.thresholds, self.readings[rank].phase
+        is_slow = self._is_between_hosts(channel)  # the link between two hosts may be, and the call much data
+        if is_slow and waited < limits.slow_link:
+            return None
+        is_final = waited >= (limits.last if is_slow else limits.ended(phase, self._median(), may_pass=True))
         call = self._call(channel, rank)
         waiting = tuple(sorted(members))
         return Verdict(kind="network", rank=rank, call=call, waited=waited, waiting=waiting, is_final=is_final)
@@ -269,9 +273,13 @@ class _Known:
             (rank, other, channel)
             for rank in self.readings
             for channel in self._pending(rank)
-            for other in self._members(channel)
-            if other != rank and self._is_behind(other, channel, self._first_pending(rank, channel))
+            for other in self._late_for(rank, channel)
         ]
+
+    def _late_for(self, rank: int, channel: str) -> list[int]:
+        """The ranks that have not entered the call in which a rank waits."""
+        number = self._first_pending(rank, channel)
+        return [other for other in self._members(channel) if other != rank and self._is_behind(other, channel, number)]
 
     def _first_pending(self, rank: int, channel: str) -> int:
         return self.readings[rank].counters[channel][1] + 1
@@ -300,7 +308,8 @@ class _Known:
         return ranks
 
     def _call_waited_for(self, waiting: Iterable[int], late: int) -> Call | None:
-        """The call of the waiting ranks that the late one has not entered; a group's before the board's."""
+        """The call of the waiting ranks that the late one has not entered: of training, before one of a thread that
+        saves meanwhile; and a group's before the board's."""
         calls = [
             self._call(channel, rank)
             for rank in waiting
@@ -308,7 +317,7 @@ class _Known:
             if late in self._members(channel)
         ]
         behind = [call for call in calls if self._entered(late, call.channel) < call.number]
-        return min(behind or calls, key=lambda call: call.channel == "board", default=None)
+        return min(behind or calls, key=lambda call: (call.axis == BACKGROUND, call.channel == "board"), default=None)
 
     def _call(self, channel: str, rank: int) -> Call:
         number = self._first_pending(rank, channel)
@@ -325,34 +334,49 @@ class _Known:
         return _call_of(ticket, reading)
 
 
+def verdict_from(plain: Mapping[str, Any]) -> Verdict:
+    """The verdict of a message, which has it as `dataclasses.asdict` makes it."""
+    call = None if plain["call"] is None else Call(**plain["call"])
+    versions = tuple((tuple(ranks), str(version)) for ranks, version in plain["versions"])
+    return Verdict(**{**plain, "call": call, "waiting": tuple(plain["waiting"]), "versions": versions})
+
+
 def call_of_waiting(readings: Mapping[int, Reading], late: int) -> Call | None:
-    """The call in which the other ranks lost a rank that has died: the newest one of any of them.
+    """The call in which the other ranks lost a rank that has died: the newest one of any of them, of training if there
+    is one.
 
     Their own counters do not show it: a collective that has failed counts as completed.
     """
     entered = [
-        (ticket.nanoseconds, ticket.number, rank, ticket)
+        (_axis_of(ticket, reading) != BACKGROUND, ticket.nanoseconds, ticket.number, rank, ticket)
         for rank, reading in readings.items()
         for ticket in reading.tickets
         if rank != late and late in reading.groups.get(ticket.group, ("", ()))[1]
     ]
     if not entered:
         return None
-    *_, rank, ticket = max(entered, key=lambda each: each[:3])
+    *_, rank, ticket = max(entered, key=lambda each: each[:4])
     return _call_of(ticket, readings[rank])
 
 
 def _call_of(ticket: Ticket, reading: Reading) -> Call:
-    axis = reading.groups.get(ticket.group, (f"group {ticket.group}", ()))[0]
-    channel, number, operation = ticket.channel, ticket.number, ticket.operation
-    return Call(channel=channel, number=number, axis=axis, operation=operation, inputs=ticket.inputs())
+    axis, channel, number = _axis_of(ticket, reading), ticket.channel, ticket.number
+    return Call(channel=channel, number=number, axis=axis, operation=ticket.operation, inputs=ticket.inputs())
 
 
-def find_mismatch(readings: Mapping[int, Reading]) -> Verdict | None:
-    """The first collective under whose number ranks have made different calls."""
+def _axis_of(ticket: Ticket, reading: Reading) -> str:
+    return reading.groups.get(ticket.group, (f"group {ticket.group}", ()))[0]
+
+
+def find_mismatch(readings: Mapping[int, Reading], *, has_other_hosts: bool = False) -> Verdict | None:
+    """The first collective under whose number ranks have made different calls. `has_other_hosts`: groups with ranks
+    that are not in `readings` are left out. Most of their ranks may have made the call of the minority here."""
     by_number: dict[tuple[int, str], dict[int, Ticket]] = {}
     for rank, reading in readings.items():
         for ticket in reading.tickets:
+            members = reading.groups.get(ticket.group, ("", ()))[1]
+            if has_other_hosts and not (members and readings.keys() >= set(members)):
+                continue
             by_number.setdefault((ticket.number, ticket.channel), {})[rank] = ticket
     for _, tickets in sorted(by_number.items()):
         calls = {rank: _comparable(ticket) for rank, ticket in tickets.items()}

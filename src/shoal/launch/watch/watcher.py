@@ -2,6 +2,9 @@
 
 Its clock counts turns: a turn adds at most twice its usual length. So a signal that stops the whole job, a laptop that
 sleeps, or a machine too busy to run the supervisor do not count as waiting.
+
+Of a run on several hosts it sees the ranks of its own, and judges what they show. The coordinator judges all ranks,
+from what the watchers report to it, and the watcher of the rank that hangs acts on it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from shoal.comm.heartbeat.board import HeartbeatBoard
 from shoal.errors import Problem
 from shoal.launch.failure import Failure, read_failure
 from shoal.launch.watch.hang_thresholds import Thresholds
+from shoal.launch.watch.host_report import Message, StallReporter, plain_beats
 from shoal.launch.watch.reading import ProcessState, Reading, cpu_of_descendants, progress_of, read_state
 from shoal.launch.watch.report import problem_of
 from shoal.launch.watch.stacks import excerpt, is_debugged, outliers, stack_of, stack_of_traceback
@@ -28,6 +32,10 @@ SUSPECT = 0.5
 """Seconds without progress from which the descendants of a rank are read."""
 ASK_AGAIN = 30.0
 """Seconds after which it is checked whether a rank is still in a debugger."""
+LEAD = 1.0
+"""Seconds for which the coordinator's verdict is waited for: it knows the ranks of all hosts, if none of them moves."""
+TOLERANCE = 0.25
+"""Seconds by which two ways to count a stall may differ."""
 
 
 @dataclass(slots=True)
@@ -57,11 +65,17 @@ class Watcher:
     """Of all hosts."""
     thresholds: Thresholds
     turn: float
+    reporter: StallReporter | None = None
+    """Reports stalls to the coordinator; None: there is one host."""
+    accused: Verdict | None = None
+    """The coordinator's verdict on a rank of this host, for the next look."""
     clock: float = 0.0
     _last_look: float = 0.0
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _named: tuple[Any, ...] = ()
     """The last verdict that was reported without ending the rank."""
+    _held: tuple[Any, float] = None, 0.0
+    """The last verdict over the ranks of this host, and since when it holds."""
     _debugged_until: float = 0.0
     """On the clock: until then, the stack of a rank that was in a debugger is not read again."""
 
@@ -87,8 +101,30 @@ class Watcher:
         for index, beat in beats.items():
             rank = self.first_rank + index
             states[rank], readings[rank] = self._look_at(index, pids[index], beat)
-        found = verdict(readings, states, self.thresholds, has_other_hosts=self.num_ranks > self.board.size)
+        if self.reporter is not None:
+            ranks = {rank: (readings[rank], states[rank]) for rank in readings}
+            self.reporter.look(self.clock, {self.first_rank + index: beat for index, beat in beats.items()}, ranks)
+        found = self._accused(readings) or self._judged_here(readings, states)
         return None if found is None else self._act(found, {self.first_rank + index: pids[index] for index in pids})
+
+    @property
+    def _has_other_hosts(self) -> bool:
+        return self.num_ranks > self.board.size
+
+    def _judged_here(self, readings: Mapping[int, Reading], states: Mapping[int, ProcessState]) -> Verdict | None:
+        """The verdict over the ranks of this host; with other hosts, once it has held for a moment."""
+        found = verdict(readings, states, self.thresholds, has_other_hosts=self._has_other_hosts)
+        key = None if found is None else (found.kind, found.rank, found.is_final)
+        if key != self._held[0]:
+            self._held = key, self.clock
+        return found if not self._has_other_hosts or self.clock >= self._held[1] + LEAD else None
+
+    def _accused(self, readings: Mapping[int, Reading]) -> Verdict | None:
+        """The coordinator's verdict, unless the rank has moved since the report from which it was made."""
+        found, self.accused = self.accused, None
+        if found is None or found.rank not in readings:
+            return None
+        return found if readings[found.rank].still >= found.waited - TOLERANCE else None
 
     def _look_at(self, index: int, pid: int, beat: dict[str, Any]) -> tuple[ProcessState, Reading]:
         seen = self._seen.setdefault(index, _Seen(changed=self.clock, beat_at=self.clock))
@@ -115,13 +151,14 @@ class Watcher:
 
     def _act(self, found: Verdict, pids: Mapping[int, int]) -> Failure | None:
         """Name the rank once, and return its failure if it is to be ended."""
-        key = (found.kind, found.rank, found.call)
+        # A slow link is named once, not in each call.
+        key = (found.kind, found.rank, None if found.kind == "network" else found.call)
         if not found.is_final and key == self._named:
             return None
         if self.clock < self._debugged_until and found.waited < self.thresholds.timeout:
             return None
         before = self._progress(pids)
-        if found.kind in ("order", "network"):
+        if found.kind in ("order", "network") and pids.keys() >= set(found.waiting):
             found = self._by_stacks(found, pids)
         stack = stack_of(pids[found.rank], self._stack_path(found.rank), is_stopped=found.kind == "stopped")
         if found.waited < self.thresholds.timeout and is_debugged(stack):
@@ -183,7 +220,7 @@ class Watcher:
             return failure
         beats = {index: beat for index in range(self.board.size) if (beat := self.board.read(index)) is not None}
         readings = {self.first_rank + index: Reading.parse(beat, age=0.0, still=0.0) for index, beat in beats.items()}
-        if found := find_mismatch(readings):
+        if found := find_mismatch(readings, has_other_hosts=self._has_other_hosts):
             words = self._words(found)
             stack = self._left_stack(found.rank)
             return Failure(
@@ -199,6 +236,12 @@ class Watcher:
         failure = replace(failure, phase=own.phase if own else "")
         call = call_of_waiting(readings, self.first_rank + failure.rank)
         return replace(failure, what=f"{failure.what}, while others were in {call}") if call else failure
+
+    def left(self) -> Message:
+        """What the ranks of this host have left, for a comparison with those of other hosts: calls and stacks."""
+        beats = {index: beat for index in range(self.board.size) if (beat := self.board.read(index)) is not None}
+        ranks = {self.first_rank + index: beat for index, beat in beats.items()}
+        return {"beats": plain_beats(ranks), "stacks": [[rank, self._left_stack(rank)] for rank in ranks]}
 
     def _left_stack(self, rank: int) -> str:
         """The stack that an aborting rank has written, or the traceback of one that lost its peers by their abort."""

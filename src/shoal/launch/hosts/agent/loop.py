@@ -196,6 +196,9 @@ class Agent:
             self._stop(float(order["seconds"]))
         elif kind == "signal" and self.runner is not None:
             self.runner.stop(int(order["number"]), is_own=False)
+        elif kind == "judge" and self.runner is not None and order["generation"] == self.runner.generation:
+            if self.link is not None:
+                self._to_template(order)
         elif kind == "leave":
             self.is_done = True
             self.sent_away = error_from(order["error"]) if "error" in order else None
@@ -253,7 +256,7 @@ class Agent:
         if report["say"] == "started":
             self._note_start(report)
             return
-        if report["say"] == "saved":
+        if report["say"] in ("saved", "stall"):
             self.channel.send(report)
             return
         if self.runner is not None and report["generation"] == self.runner.generation:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import os
 import pickle
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +23,15 @@ from shoal.comm.rendezvous.listener_guard import Peers
 from shoal.comm.rendezvous.mac import mac
 from shoal.comm.rendezvous.network_interface import loopback
 from shoal.launch.failure import Failure, first_failure, raised_error
-from shoal.launch.hosts.messages import Message
+from shoal.launch.hosts.messages import MOST, Message
 from shoal.launch.hosts.reports import plain_error, plain_failure
 from shoal.launch.hosts.store.client import open_store
 from shoal.launch.hosts.store.server import prefix_of, store_key
 from shoal.launch.local import fork_is_safe
 from shoal.launch.scratch import scratch_folder
 from shoal.launch.stop_signals import STOP_SIGNALS
+from shoal.launch.watch.host_report import StallReporter
+from shoal.launch.watch.verdict import verdict_from
 from shoal.launch.worker import saved_path, value_path
 from shoal.launch.worker_group import WorkerGroup
 
@@ -90,9 +94,23 @@ class HostGroup(WorkerGroup):
 
     report: Callable[[Failure], None]
     report_saved: Callable[[int], None]
+    report_stall: Callable[[Message], None]
+    orders: socket.socket
+    """The coordinator's verdicts on ranks of this host. Reading never blocks."""
     has_reported: bool = False
     newest: int = -1
     """The newest saved step that was reported. If this host is lost, the coordinator knows of it."""
+
+    def _begin_generation(self, nproc: int) -> None:
+        WorkerGroup._begin_generation(self, nproc)
+        if self.watcher is not None and self.world_size > nproc:
+            self.watcher.reporter = StallReporter(self.report_stall)
+
+    def _fence_hung(self) -> None:
+        with contextlib.suppress(OSError):  # there is none, or nobody sends any more
+            while self.watcher is not None and (order := self.orders.recv(MOST)):
+                self.watcher.accused = verdict_from(json.loads(order)["verdict"])
+        WorkerGroup._fence_hung(self)
 
     def _decide_cause(self, *, since: float) -> None:
         WorkerGroup._decide_cause(self, since=since)
@@ -117,19 +135,24 @@ class HostGroup(WorkerGroup):
             self.report(self.cause)
 
 
-def run_workers(place: HostPlace, work: Work, send: Callable[[Message], None], *, can_fork: bool) -> int:
+def run_workers(
+    place: HostPlace, work: Work, send: Callable[[Message], None], orders: socket.socket, *, can_fork: bool
+) -> int:
     """Start the workers, watch them, and send what becomes of them; the exit code of a runner.
 
-    `can_fork`: whether forks of the process that has loaded the job can compute. This one is such a fork, in which the
-    threads of a used pool are gone, and the pool is broken.
+    `orders`: of the coordinator to this runner. `can_fork`: whether forks of the process that has loaded the job can
+    compute. This one is such a fork, in which the threads of a used pool are gone, and the pool is broken.
     """
     with scratch_folder() as directory:
 
         def report(failure: Failure) -> None:
-            send({"say": "failed", "generation": place.generation, **_report(failure, place, directory)})
+            send({"say": "failed", "generation": place.generation, **_report(failure, place, group)})
 
         def report_saved(step: int) -> None:
             send({"say": "saved", "generation": place.generation, "saved_step": step})
+
+        def report_stall(stall: Message) -> None:
+            send({"generation": place.generation, **stall})
 
         group = HostGroup(
             directory=directory,
@@ -140,6 +163,8 @@ def run_workers(place: HostPlace, work: Work, send: Callable[[Message], None], *
             world_size=place.world_size,
             report=report,
             report_saved=report_saved,
+            report_stall=report_stall,
+            orders=orders,
         )
         try:
             with group.receiving_signals():
@@ -180,13 +205,19 @@ def at_global_rank(local: Placement, _: object, place: HostPlace, function: Call
     return function(placement, open_store(place.store, place.store_key, name, place.timeout), *args)
 
 
-def _report(failure: Failure, place: HostPlace, directory: Path) -> Message:
-    error = raised_error(directory, failure.rank)
+def _report(failure: Failure, place: HostPlace, group: HostGroup) -> Message:
+    error = raised_error(group.directory, failure.rank)
     return {
         "failure": plain_failure(failure, first_rank=place.first_rank),
         "error": plain_error(error) if error is not None else None,
-        "saved_step": _saved_step(directory),
+        "saved_step": _saved_step(group.directory),
+        **_left(group),
     }
+
+
+def _left(group: HostGroup) -> Message:
+    """The last calls of the ranks here, which may explain the failure of a rank on another host."""
+    return {} if group.watcher is None else {"left": group.watcher.left()}
 
 
 def _saved_step(directory: Path) -> int | None:
@@ -201,6 +232,6 @@ def _outcome(group: HostGroup, place: HostPlace, work: Work) -> Message:
         value = pickle.loads(value_path(group.directory, 0).read_bytes())  # written by this host's own worker
         return {"outcome": "done", "value": work.finish(value) if place.first_rank == 0 else None}
     if group.cause is None and group.passed_on is not None:
-        return {"outcome": "killed", "signal": int(group.passed_on)}
+        return {"outcome": "killed", "signal": int(group.passed_on), **_left(group)}
     cause = group.cause or first_failure(failures)
-    return {"outcome": "failed", **_report(cause, place, group.directory)}
+    return {"outcome": "failed", **_report(cause, place, group)}

@@ -36,6 +36,7 @@ def serve_orders(link: socket.socket, prepare: Prepare, key: bytes) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the agent passes them to the runner
     make_work: Callable[[Message], Work] | None = None
+    runner: socket.socket | None = None
     while data := link.recv(MOST):
         order = json.loads(data)
         _reap()
@@ -44,6 +45,10 @@ def serve_orders(link: socket.socket, prepare: Prepare, key: bytes) -> int:
             _send(link, answer)
         elif order["do"] in token_file.ORDERS:
             _send(link, {"generation": order["generation"], **token_file.handle(order)})
+        elif order["do"] == "judge":
+            if runner is not None:
+                with suppress(OSError):  # it has ended, or reads nothing: another verdict will come
+                    runner.send(data)
         else:
             from shoal.launch.local import fork_is_safe
 
@@ -51,7 +56,13 @@ def serve_orders(link: socket.socket, prepare: Prepare, key: bytes) -> int:
             work = make_work(order)
             can_fork = fork_is_safe()  # in the runner, a fork, no thread of this process could be seen
             before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the runner can pass them on
-            pid = forked(partial(_run, order, work, key, link, can_fork=can_fork))
+            if runner is not None:
+                runner.close()
+            runner, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            for each in (runner, theirs):
+                each.setblocking(False)
+            pid = forked(partial(_run, order, work, key, link, theirs, can_fork=can_fork))
+            theirs.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             _send(link, {"say": "started", "generation": order["generation"], "pid": pid})
     return 0
@@ -75,13 +86,13 @@ def _prepared(order: Message, prepare: Prepare) -> tuple[Message, Callable[[Mess
     return {"say": "prepared", **about, **facts}, make_work
 
 
-def _run(order: Message, work: Work, key: bytes, link: socket.socket, *, can_fork: bool) -> int:
+def _run(order: Message, work: Work, key: bytes, link: socket.socket, orders: socket.socket, *, can_fork: bool) -> int:
     from shoal.launch.hosts.agent.runner import HostPlace, run_workers
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     place = HostPlace.of(order, key, work.timeout)
-    code = run_workers(place, work, partial(_send, link), can_fork=can_fork)
+    code = run_workers(place, work, partial(_send, link), orders, can_fork=can_fork)
     _flush()
     return code
 
