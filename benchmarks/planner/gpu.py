@@ -406,7 +406,7 @@ def verdict(papers: Sequence[Prediction], found: Sequence[Found | str | None]) -
     return (
         f"{len(pairs)} runs, {failed} that failed. Memory: {mean:.1%} in the mean (bar {MEMORY_BAR:.0%}),"
         f" {worst:.1%} at worst (bar {WORST_MEMORY_BAR:.0%}): {'holds' if is_near else 'missed'}. Time: {mean_time:.1%}"
-        f" in the mean (bar {TIME_BAR:.0%}), {max(seconds):.1%} at worst:"
+        f" in the mean (bar {TIME_BAR:.1%}), {max(seconds):.1%} at worst:"
         f" {'holds' if mean_time <= TIME_BAR else 'missed'};"
         f" {statistics.fmean(inside):.0%} of the steps are inside of their interval of 80 %."
     )

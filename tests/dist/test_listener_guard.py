@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm.own_sockets import open_sockets
 from shoal.comm.rendezvous.authenticated_store import SealedStore
 from shoal.comm.rendezvous.launcher_environment import Placement
 from shoal.comm.rendezvous.listener_guard import Peers, expect_peers, guard_listeners, guarding
+from shoal.comm.rendezvous.own_sockets import open_sockets
 from shoal.comm.world import World
 from shoal.launch.local import launch
 from tests.cli.host import enter_network

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from shoal.comm.own_sockets import FOLDER, Socket, open_sockets
 from shoal.comm.rendezvous.listener_guard import guarding
+from shoal.comm.rendezvous.own_sockets import FOLDER, Socket, open_sockets
 from shoal.errors import LostPeer
 
 

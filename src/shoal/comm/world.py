@@ -36,9 +36,9 @@ from shoal.comm.rendezvous.authenticated_store import SealedStore
 from shoal.comm.rendezvous.handshake import agree
 from shoal.comm.rendezvous.key import key_of
 from shoal.comm.rendezvous.launcher_environment import Placement, thread_limit
-from shoal.comm.rendezvous.listener_guard import Peers, expect_peers
+from shoal.comm.rendezvous.listener_guard import expect_peers, ranks_here
 from shoal.comm.rendezvous.mac import mac
-from shoal.comm.rendezvous.network_interface import interface_towards, listening_socket, loopback, own_addresses
+from shoal.comm.rendezvous.network_interface import interface_towards, listening_socket, loopback
 from shoal.comm.rendezvous.session import Session
 from shoal.comm.shared_board import MOST_VALUES, Board
 from shoal.config.checks.arguments import check_device
@@ -122,7 +122,8 @@ class World:
         session: Session | None = None
         if is_owner:
             _choose_interface(place)
-            expect_peers(_peers_of(place), reports=place.local_rank == 0)
+            known = place.peers if place.local_world_size < place.world_size else ranks_here()
+            expect_peers(known, reports=place.local_rank == 0)
             session = _make_group(place, backend=backend, timeout=timedelta(seconds=timeout), store=store)
         if (beating := heart()) is not None:
             beating.rank = place.rank
@@ -315,14 +316,6 @@ def _choose_interface(place: Placement) -> None:
     interface = loopback() if is_one_host else interface_towards(place.master_addr)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
-def _peers_of(place: Placement) -> Peers | None:
-    """Return from where ranks connect to this one; None: unknown, since no agents have checked the network."""
-    if place.local_world_size < place.world_size:
-        return place.peers
-    addresses = own_addresses()
-    return Peers(tuple(addresses)) if addresses else None
 
 
 def _make_group(place: Placement, *, backend: str, timeout: timedelta, store: dist.Store | None) -> Session | None:

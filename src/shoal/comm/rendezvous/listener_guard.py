@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
-from shoal.comm.own_sockets import Socket, open_sockets
+from shoal.comm.rendezvous.network_interface import own_addresses
+from shoal.comm.rendezvous.own_sockets import Socket, open_sockets
 from shoal.comm.rendezvous.source_filter import accept_only
 
 LOOPBACK = "127.0.0.0/8"
@@ -56,6 +57,12 @@ class _Guard:
 
 
 _guard = _Guard()
+
+
+def ranks_here() -> Peers | None:
+    """From where ranks connect that are all on this host; None: its addresses cannot be read."""
+    addresses = own_addresses()
+    return Peers(tuple(addresses)) if addresses else None
 
 
 def expect_peers(peers: Peers | None, *, reports: bool) -> None:

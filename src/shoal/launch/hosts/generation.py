@@ -20,7 +20,7 @@ from shoal.errors import Problem, RunFailed, ShoalError, raise_if
 from shoal.launch.failure import Failure, cause_of, first_failure
 from shoal.launch.hosts.members import Member, Members
 from shoal.launch.hosts.messages import Message
-from shoal.launch.hosts.reports import error_from, failure_from
+from shoal.launch.hosts.reports import error_from, error_of, failure_from
 from shoal.launch.watch.all_hosts import AllHosts
 from shoal.launch.watch.hang_thresholds import Thresholds
 
@@ -355,7 +355,8 @@ class Generation:
         cause = self.watched.explained(first, num_ranks=self.world_size, timeout=self.timeout)
         report = next(report for failure, report, _ in self.failures if failure is first)
         is_raised = report.get("error") and cause is first
-        error = error_from(report["error"]) if is_raised else error_of(self, cause)
+        place = f"rank {cause.rank} of {self.world_size} (host {self.host_of(cause.rank).name})"
+        error = error_from(report["error"]) if is_raised else error_of(cause, place=place)
         if isinstance(error, RunFailed):
             error.saved_step, error.plan = self.saved_step, self.plan
             error.cause = cause_of(cause)
@@ -381,20 +382,6 @@ class Generation:
         if self.kill_at is not None and time.monotonic() > self.kill_at and self.passed_on is not None:
             self.stop_all(0.0)
             raise interruption(self.passed_on)
-
-
-def error_of(generation: Generation, cause: Failure) -> RunFailed:
-    """The error of a failure that no rank has raised as one of ours."""
-    if cause.code == "N057":
-        text = cause.what
-    else:
-        rank = f"rank {cause.rank} of {generation.world_size} (host {generation.host_of(cause.rank).name})"
-        text = f"{rank} {cause.what}" if cause.is_sudden else f"{rank} failed: {cause.what}"
-        text = f"{text}\n{cause.details}" if cause.details else text
-    error = RunFailed(text, fix=cause.fix, code=cause.code)
-    error.may_pass = cause.may_pass
-    error.memory = {"rank": cause.rank, **cause.memory} if cause.lacks_memory else {}
-    return error
 
 
 def judge(generation: Generation) -> None:

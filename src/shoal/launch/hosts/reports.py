@@ -39,6 +39,18 @@ def error_from(report: dict[str, Any], *, host: str = "") -> ShoalError:
     return failed
 
 
+def error_of(failure: Failure, *, place: str) -> RunFailed:
+    """The error of a failure that no rank has raised as one of ours; `place`: the rank and its host, in words."""
+    text = failure.what
+    if failure.code != "N057":
+        text = f"{place} {text}" if failure.is_sudden else f"{place} failed: {text}"
+        text = f"{text}\n{failure.details}" if failure.details else text
+    error = RunFailed(text, fix=failure.fix, code=failure.code)
+    error.may_pass = failure.may_pass
+    error.memory = {"rank": failure.rank, **failure.memory} if failure.lacks_memory else {}
+    return error
+
+
 def encoded(message: dict[str, Any]) -> bytes:
     """A report as one packet. One that is too long loses the calls of the ranks, and then its texts are cut in the
     middle; all problems stay."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 PAGE = mmap.PAGESIZE
 LARGE = 2**25
-"""Bytes from which a tensor has pages of its own: glibc asks the kernel for each of them."""
+"""Bytes from which a tensor has pages of its own: glibc gets them from the kernel for this tensor alone."""
 
 
 class PageLocked:

@@ -2,7 +2,7 @@
 
 Weights and moments in one precision go to torch's fused kernel. Where some are in bfloat16, pieces that fit in the
 cache are widened, updated by that kernel, and rounded back. Rounding takes few operations as well: torch draws random
-numbers on one core, so a piece of them is drawn once, and mixed anew for each piece of each step.
+numbers on one core, so a piece of them is drawn once, and mixed with the seed of each piece of each step.
 """
 
 from __future__ import annotations

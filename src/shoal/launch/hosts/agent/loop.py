@@ -191,7 +191,7 @@ class Agent:
             if not self._may_run:  # the order of a coordinator that was asleep
                 raise Silent
             self.runner = Runner(int(order["generation"]))
-            self._to_template({**order, "peers": self._peers(order)})
+            self._to_template({**order, "peers": _peers(self, order)})
         elif kind == "stop":
             self._stop(float(order["seconds"]))
         elif kind == "signal" and self.runner is not None:
@@ -203,18 +203,6 @@ class Agent:
             self.is_done = True
             self.sent_away = error_from(order["error"]) if "error" in order else None
             self.run_code = int(order.get("code", 0))
-
-    def _peers(self, order: Message) -> Message | None:
-        """From where ranks of other hosts connect to those of this one; None: unknown, and this was reported."""
-        assert self.channel is not None
-        if order["num_local"] == order["world_size"]:
-            return None
-        peers, why = self.probe.peers(order["peers"])
-        if peers is None:
-            text = f"shoal: every address may connect to ranks of this host: {why}\n"
-            self.channel.send({"say": "output", "stream": 2, "text": text})
-            return None
-        return {"addresses": list(peers.addresses), "own": peers.own}
 
     def _to_template(self, order: Message) -> None:
         if self.link is None:
@@ -396,3 +384,16 @@ def _is_alive(runner: Runner) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(runner.handle, selectors.EVENT_READ)
         return not selector.select(0)
+
+
+def _peers(agent: Agent, order: Message) -> Message | None:
+    """From where ranks of other hosts connect to those of this one; None: unknown, and this was reported."""
+    assert agent.channel is not None
+    if order["num_local"] == order["world_size"]:
+        return None
+    peers, why = agent.probe.peers(order["peers"])
+    if peers is None:
+        text = f"shoal: every address may connect to ranks of this host: {why}\n"
+        agent.channel.send({"say": "output", "stream": 2, "text": text})
+        return None
+    return {"addresses": list(peers.addresses), "own": peers.own}
