@@ -269,11 +269,6 @@ WRONG = {
         "weights in bf16 need the precision bf16 or fp8, got fp32",
         "--param-dtype fp32, or --precision bf16",
     ),
-    "narrow weights on the host": (
-        "llama3-8b --cluster h100:8 --param-dtype bf16 --offload optimizer",
-        "weights in bf16 do not support offload=optimizer",
-        "--param-dtype fp32, or no offload",
-    ),
     "no batch": ("llama3-8b --cluster h100:8 --global-batch -1", "--global-batch -1", "1 or more"),
 }
 

@@ -59,7 +59,7 @@ def test_each_label_holds_for_the_numbers_below_it(model: str) -> None:
 
 
 def test_people_see_each_alternative_below_the_label_that_it_deserves(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["llama3-1b", "--cluster", "rtx4090:2", "--seq-len", "2048"]
+    words = ["llama3-1b", "--cluster", "rtx4090:8", "--seq-len", "1024"]
     _, out, _ = asked(capsys, *words)
     assert LESS_MEMORY in out
     assert LESS_TIME in out

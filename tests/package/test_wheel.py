@@ -188,7 +188,7 @@ def test_explain(installed: Installed) -> None:
 def test_plan(installed: Installed) -> None:
     said = installed.run("shoal plan llama3-8b --cluster h200:8 --seq-len 8192 --global-batch 64")
     assert "shoal train --model.name llama --model.preset llama3-8b " in said
-    assert "--plan 'dp_shard=8 zero=1 mb=2 bf16'" in said
+    assert "--plan 'dp_shard=8 zero=2 mb=2 bf16'" in said
 
 
 def test_verify(installed: Installed) -> None:

@@ -28,6 +28,8 @@ from shoal.launch.watch.watcher import Watcher
 from shoal.launch.worker import saved_path
 
 KEY = b"k" * 32
+START = {"do": "start", "num_local": 1, "world_size": 1}
+"""An order, but for the number of its generation."""
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def test_a_coordinator_that_is_lost_before_the_start_is_reported(
     played: tuple[Agent, socket.socket, Channel], sleepers: list[subprocess.Popen[bytes]]
 ) -> None:
     agent, _, _ = played
-    agent._obey({"do": "start", "generation": 1})
+    agent._obey({**START, "generation": 1})
     agent.lose_coordinator()
     assert agent.link is None
     assert agent.runner is None
@@ -77,7 +79,7 @@ def test_a_runner_that_starts_too_late_is_killed(
 ) -> None:
     agent, template, _ = played
     if current is not None:
-        agent._obey({"do": "start", "generation": current})
+        agent._obey({**START, "generation": current})
     say(template, agent, say="started", pid=sleepers[1].pid)
     assert sleepers[1].wait(5) == -signal.SIGKILL
 
@@ -86,7 +88,7 @@ def test_an_agent_passes_a_hang_up_on_as_a_stop(
     played: tuple[Agent, socket.socket, Channel], sleepers: list[subprocess.Popen[bytes]]
 ) -> None:
     agent, template, coordinator = played
-    agent._obey({"do": "start", "generation": 1})
+    agent._obey({**START, "generation": 1})
     say(template, agent, say="started", pid=sleepers[1].pid)
     say(template, agent, say="saved", saved_step=3)
     assert coordinator.read() == [{"say": "saved", "generation": 1, "saved_step": 3}]
@@ -103,14 +105,14 @@ def test_no_worker_starts_at_the_order_of_a_leader_that_was_asleep(
     template.setblocking(False)
     agent.lease = Lease()
     with pytest.raises(Silent):
-        agent._obey({"do": "start", "generation": 1})
+        agent._obey({**START, "generation": 1})
     agent._obey({"do": "leads", "at": boottime() - LEASE})
     with pytest.raises(Silent):
-        agent._obey({"do": "start", "generation": 1})
+        agent._obey({**START, "generation": 1})
     with pytest.raises(BlockingIOError):
         template.recv(1)
     agent._obey({"do": "leads", "at": boottime()})
-    agent._obey({"do": "start", "generation": 1})
+    agent._obey({**START, "generation": 1})
     assert json.loads(template.recv(1000))["do"] == "start"
 
 
@@ -126,7 +128,7 @@ def test_an_agent_leaves_a_leader_that_is_asleep(
     agent.lease = Lease()
     agent._obey({"do": "leads", "at": boottime()})
     if has_workers:
-        agent._obey({"do": "start", "generation": 1})
+        agent._obey({**START, "generation": 1})
         say(template, agent, say="started", pid=sleepers[1].pid)
     assert agent.channel is not None
     began = time.monotonic()
@@ -157,7 +159,7 @@ def test_a_signal_before_the_start_is_reported_is_kept(
     played: tuple[Agent, socket.socket, Channel], sleepers: list[subprocess.Popen[bytes]]
 ) -> None:
     agent, template, coordinator = played
-    agent._obey({"do": "start", "generation": 1})
+    agent._obey({**START, "generation": 1})
     agent.signals.append(signal.SIGTERM)
     agent._turn()
     assert coordinator.read() == [{"say": "signaled", "generation": 1, "number": 15}]
@@ -170,11 +172,11 @@ def test_a_signal_in_the_moment_in_which_workers_end_is_kept(
 ) -> None:
     """Another host has failed, so all restart. The signal was gone, and the scheduler killed the next workers."""
     agent, template, coordinator = played
-    agent._obey({"do": "start", "generation": 1})
+    agent._obey({**START, "generation": 1})
     agent.signals.append(signal.SIGTERM)  # the handler has seen the runner, which then ends
     agent._forget_runner()
     agent._turn()
-    agent._obey({"do": "start", "generation": 2})
+    agent._obey({**START, "generation": 2})
     agent._turn()
     assert coordinator.read() == [{"say": "signaled", "generation": 2, "number": 15}]
     say(template, agent, say="started", generation=2, pid=sleepers[1].pid)
@@ -263,7 +265,7 @@ def test_a_verdict_reaches_the_launcher_of_its_rank(
 ) -> None:
     agent, template, coordinator = played
     template.setblocking(False)
-    agent._obey({"do": "start", "generation": 2})
+    agent._obey({**START, "generation": 2})
     assert json.loads(template.recv(MOST))["do"] == "start"
     say(template, agent, say="stall", generation=2, now=[])
     assert coordinator.read() == [{"say": "stall", "generation": 2, "now": []}]

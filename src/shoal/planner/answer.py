@@ -132,7 +132,7 @@ def plan(model: str | None = None, **request: Any) -> Answer:
     >>> answer = plan("llama3-8b", cluster="h200:8", seq_len=8192, global_batch=64)
     >>> first = answer.best[0].prediction
     >>> print(first.plan.brief())
-    dp_shard=8 zero=1 mb=2 bf16
+    dp_shard=8 zero=2 mb=2 bf16
     """
     given: object = model  # what a script passes, whatever the annotation says
     if not isinstance(given, str | None):
