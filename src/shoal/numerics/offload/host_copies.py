@@ -221,8 +221,8 @@ def _move_state(optimizer: Optimizer, parameter: nn.Parameter, host: nn.Paramete
     """Give the copy the state of its parameter: of steps before, or of an optimizer that makes it at once."""
     if parameter in optimizer.state:
         state = optimizer.state.pop(parameter)
-        is_large = {key: isinstance(value, Tensor) and value.numel() == host.numel() for key, value in state.items()}
-        optimizer.state[host] = {key: value.to("cpu") if is_large[key] else value for key, value in state.items()}
+        here = {key: value.to("cpu") if isinstance(value, Tensor) else value for key, value in state.items()}
+        optimizer.state[host] = here
 
 
 def num_changes(tensor: Tensor) -> int:
