@@ -98,6 +98,17 @@ def test_on_the_host_the_numbers_are_those_of_one_tensor_at_a_time(size: int) ->
                 assert 0.45 < float((one.double() > expected).double().mean()) < 0.55
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_on_the_host_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
+    expected = bf16_of(torch.full((1000,), 1.003), 1)
+    torch.set_default_dtype(dtype)
+    try:
+        found = bf16_of(torch.full((1000,), 1.003, dtype=torch.float32), 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_on_the_host_rounding_at_random_has_the_right_mean_in_every_step() -> None:
     value = 1.0 + 2**-9
     x = torch.full((200_000,), value)  # a quarter of the way from 1 to the next bfloat16; its square is a half

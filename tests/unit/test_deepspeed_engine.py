@@ -142,7 +142,9 @@ def test_parts_of_deepspeed_that_are_not_here_name_what_is() -> None:
 
 
 def test_arguments_of_a_script() -> None:
-    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)  # as scripts for launchers do
+    parser = deepspeed.add_config_arguments(parser)
     read = parser.parse_args(["--deepspeed", "--deepspeed_config", "a.json", "--local_rank", "2"])
     assert (read.deepspeed, read.deepspeed_config, read.local_rank) == (True, "a.json", 2)
 

@@ -99,6 +99,33 @@ def test_torchs_optimizers_use_their_fused_kernel_on_the_host_unless_the_script_
         assert [group["fused"] for group in optimizer.param_groups] == [wanted]
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("folder", ["", "states"])
+@pytest.mark.parametrize("options", [{}, {"fused": True}])
+def test_weights_of_any_layout_are_updated_right(
+    kind: Any, folder: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """torch's fused kernels run over memory in order: with a state in another layout, updates went elsewhere."""
+
+    def weights(plan: str, options: dict[str, Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Conv2d(3, 8, 3).double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if not options:
+            net.other = nn.Parameter(torch.randn(8, 16, dtype=torch.float64)[:, ::2].t())
+        more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        optimizer = kind(net.parameters(), lr=0.05, **more, **options)
+        with shoal.Run(plan, device="cpu", loss=lambda net, x: (net(x) * getattr(net, "other", x).sum()).sum()) as run:
+            run.prepare(net, optimizer)
+            for step in range(3):
+                run.step(torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(step)).double())
+            return [parameter.detach().clone() for parameter in run.parameters]
+
+    (tmp_path / "states").mkdir()
+    plan = f"fp64 offload=optimizer:{tmp_path / folder}" if folder else "fp64 offload=optimizer"
+    for one, other in zip(weights(plan, options), weights("fp64", options), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 def test_states_in_files_make_the_same_updates(tmp_path: Path) -> None:
     def make(parameters: Iterable[Any]) -> Optimizer:
         return torch.optim.AdamW(parameters, lr=0.05, fused=True)

@@ -239,7 +239,12 @@ def _destroy_within(seconds: float, device: torch.device) -> None:
             print(f"shoal: the process group was not destroyed: {what}", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=destroy, name="shoal-close", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the process ends: from Python 3.12 on, no thread begins any more
+        if device.type == "cpu":
+            destroy()
+        return
     thread.join(seconds)
 
 

@@ -87,11 +87,10 @@ def _placement() -> Placement:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed`, `--deepspeed_config` and `--local_rank` to a parser, as DeepSpeed does."""
+    """Add `--deepspeed` and `--deepspeed_config` to a parser, as DeepSpeed does. `--local_rank` is the script's own."""
     group = parser.add_argument_group("DeepSpeed", "as deepspeed.add_config_arguments")
     group.add_argument("--deepspeed", default=False, action="store_true")
     group.add_argument("--deepspeed_config", default=None, type=str)
-    group.add_argument("--local_rank", default=-1, type=int)
     return parser
 
 

@@ -85,7 +85,7 @@ def _check(state: RunState, thing: Any) -> Iterator[Problem]:
         yield from check_second("optimizer", state.prepared_optimizer)
         yield from check_rounding(thing, state.precision.weight_dtype)
         yield from check_whole(thing, state.plan)
-        yield from check_shards(thing, state.plan)
+        yield from check_shards(thing, state.plan, is_copied=_copies_to_host(state))
     elif is_name(thing):
         yield from check_second("model", state.parallel_model)
     elif not isinstance(thing, DataLoader) and not is_scheduler(thing):
@@ -211,8 +211,12 @@ def _give_parameters(state: RunState, optimizer: Optimizer, composed: ParallelMo
     if state.plan.offload != "none":
         use_fused_kernels(optimizer)
     folder = state.plan.offload_folder
-    is_elsewhere = state.plan.offloaded == "optimizer" and (state.device.type != "cpu" or folder is not None)
-    state.host_copies = HostCopies(optimizer, to_local, folder=folder) if is_elsewhere else None
+    state.host_copies = HostCopies(optimizer, to_local, folder=folder) if _copies_to_host(state) else None
+
+
+def _copies_to_host(state: RunState) -> bool:
+    """Whether the optimizer will hold copies of its parameters: in host memory, or with states in files."""
+    return state.plan.offloaded == "optimizer" and (state.device.type != "cpu" or state.plan.offload_folder is not None)
 
 
 def _prepare_loader(state: RunState, loader: DataLoader[Any]) -> ShardedDataLoader:

@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -240,6 +241,10 @@ def _reject_non_directory(path: Path) -> None:
 
 
 def _nothing_in(path: str | Path) -> ShoalError:
+    tag = "" if "://" in str(path) else _text(Path(path) / "latest").strip()
+    if re.fullmatch(r"[\w.-]+", tag) and (Path(path) / tag / NAME).is_file():  # as an engine of DeepSpeed saves
+        what = f"there is no checkpoint in {path}, but in the folder {tag}, which latest names"
+        return ShoalError(what, fix=str(Path(path) / tag), code="C001")
     return ShoalError(
         f"there is no checkpoint in {path}",
         fix="shoal checkpoint ls RUN_DIRECTORY, which has the folder checkpoints",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -92,6 +93,9 @@ def main(arguments: Sequence[str]) -> int:
         return _submit(request, files, mark)
     (script,) = files.values()
     print(json.dumps({"script": script, "ranks": request.spec.num_ranks}) if options.json else script, end="")
+    if not Path(options.folder).is_dir():
+        made = shlex.quote(options.folder)
+        print(f"shoal: mkdir -p {made}   # before sbatch: Slurm makes no folder for a log", file=sys.stderr)
     return 0
 
 

@@ -10,6 +10,7 @@ Reader("zero_optimization")  stage         → Line  zero_optimization.stage 2  
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -119,7 +120,9 @@ class Reader:
             return None
         is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
         if not is_whole or value < least:
-            self._wrong(self.name(key), value, f"a whole number of at least {least}", str(max(least, 1)))
+            self._wrong(
+                self.name(key), value, f"a whole number of at least {least}", _number_in(value) or str(max(least, 1))
+            )
             return None
         return int(value)
 
@@ -129,7 +132,7 @@ class Reader:
         if not self.has(key):
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
-            self._wrong(self.name(key), value, f"a number of at least {least:g}", "1e-3")
+            self._wrong(self.name(key), value, f"a number of at least {least:g}", _number_in(value) or "1e-3")
             return None
         return float(value)
 
@@ -216,3 +219,8 @@ def _is_short(value: Any) -> bool:
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+
+
+def _number_in(value: Any) -> str:
+    """The number that was written as a text, to suggest it without quotes."""
+    return value if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?", value) else ""

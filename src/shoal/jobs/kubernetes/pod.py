@@ -16,7 +16,8 @@ RECIPE = "/etc/shoal/recipe.yaml"
 CONTAINER = "node"
 Tree = dict[str, Any]
 _LABEL = re.compile(r"[a-z]([a-z0-9-]{0,46}[a-z0-9])?")
-_QUANTITY = re.compile(r"\d+(\.\d+)?([kMGTP]i?)?")
+_QUANTITY = re.compile(r"\d+(\.\d+)?[kMGTP]i?")
+"""With a unit: `64` alone would be 64 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +65,17 @@ def wrong_name(what: str, value: str) -> Problem:
     return Problem("J020", text, f"{what if what.startswith('--') else '--job-name'} my-run")
 
 
+def _with_unit(memory: str) -> str:
+    return f"--memory {memory}Gi" if memory.isdigit() else "--memory 200Gi"
+
+
 def check_spec(spec: JobSpec) -> Iterator[Problem]:
     """Find what a pod cannot be made of."""
     if not _LABEL.fullmatch(spec.name):
         yield wrong_name("the name of a job", spec.name)
     if spec.memory is not None and not _QUANTITY.fullmatch(spec.memory):
-        yield Problem("J021", f"--memory must be a size such as 200Gi, got {spec.memory[:80]!r}", "--memory 200Gi")
+        what = f"--memory must be a size such as 200Gi, got {spec.memory[:80]!r}"
+        yield Problem("J021", what, _with_unit(spec.memory))
 
 
 def labels(spec: JobSpec) -> Tree:

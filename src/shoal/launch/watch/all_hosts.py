@@ -83,7 +83,7 @@ class AllHosts:
         if not (cause.is_echo or cause.is_sudden) or cause.code == "N057":
             return cause
         readings = {rank: reading for of_host in self._left.values() for rank, reading in of_host.items()}
-        if found := find_mismatch(readings):
+        if found := find_mismatch(readings, has_other_hosts=len(readings) < num_ranks):
             words = problem_of(found, num_ranks=num_ranks, timeout=timeout)
             what = words.what.removeprefix(f"rank {found.rank} of {num_ranks} ")
             stack = self._stacks.get(found.rank, "")

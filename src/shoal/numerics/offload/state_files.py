@@ -56,7 +56,8 @@ class StateFiles:
         held = torch.frombuffer(arena.memory, dtype=tensor.dtype, count=tensor.numel(), offset=arena.used)
         self._places[held.data_ptr()] = (arena, arena.used, size)
         arena.used += size
-        return held.view(tensor.shape).copy_(tensor)
+        # A fused kernel runs over the memory of a weight and its states in one order.
+        return held.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride()).copy_(tensor)
 
     def expect(self, tensors: Iterable[Tensor]) -> None:
         """Let the kernel read tensors ahead."""

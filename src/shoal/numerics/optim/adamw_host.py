@@ -43,13 +43,13 @@ def _fused(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, upda
     adamw(
         [weight], [gradient], [first], [second], [], [update.step - 1], fused=True, amsgrad=False, maximize=False,
         lr=update.lr, beta1=update.betas[0], beta2=update.betas[1], eps=update.eps, weight_decay=update.decay,
-        grad_scale=update.divisor,
+        grad_scale=None if update.divisor is None else update.divisor.float(),
     )  # fmt: skip
 
 
 def _by_pieces(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, update: Update) -> None:
     whole = [one.view(-1) for one in (weight, first, second, gradient)]
-    memory = torch.empty(len(whole), min(PIECE, weight.numel()))
+    memory = torch.empty(len(whole), min(PIECE, weight.numel()), dtype=torch.float32, device="cpu")
     for number, begin in enumerate(range(0, weight.numel(), PIECE)):
         pieces = [one[begin : begin + PIECE] for one in whole]
         w, m, v, g = (wide[: piece.numel()].copy_(piece) for wide, piece in zip(memory, pieces, strict=True))
@@ -80,4 +80,5 @@ def _round(pieces: Sequence[Tensor], values: Sequence[Tensor], seed: int) -> Non
 @functools.cache
 def _noise() -> Tensor:
     """32 random bits for each element of a piece."""
-    return torch.randint(-(2**31), 2**31 - 1, (PIECE,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**31), 2**31 - 1, (PIECE,), dtype=torch.int32, device="cpu", generator=generator)

@@ -26,16 +26,15 @@ def check_rounding(optimizer: Optimizer, weight_dtype: torch.dtype) -> Iterator[
         )
 
 
-def check_shards(optimizer: Optimizer, plan: Plan) -> Iterator[Problem]:
+def check_shards(optimizer: Optimizer, plan: Plan, *, is_copied: bool) -> Iterator[Problem]:
     """What torch rejects for shards in the middle of a step: Rprop writes into a selection of elements, and the fused
-    kernels of SGD and Adagrad do not know them."""
+    kernels of SGD and Adagrad do not know them. `is_copied`: the optimizer will hold plain copies in host memory."""
     if isinstance(optimizer, Rprop) and plan.is_sharded:
         what = f"Rprop selects elements of tensors, which torch cannot do with the shards of zero={plan.zero}"
         yield Problem("T103", what, "zero=0 in the plan; or torch.optim.RMSprop")
-    has_shards = (plan.is_sharded or plan.layout.tp > 1) and plan.offloaded != "optimizer"
+    has_shards = plan.is_sharded and not is_copied
     if isinstance(optimizer, SGD | Adagrad) and has_shards and any(group["fused"] for group in optimizer.param_groups):
-        cut = f"zero={plan.zero}" if plan.is_sharded else f"tp={plan.layout.tp}"
-        what = f"torch's fused kernel of {type(optimizer).__name__} does not know the shards of {cut}"
+        what = f"torch's fused kernel of {type(optimizer).__name__} does not know the shards of zero={plan.zero}"
         yield Problem("T103", what, "fused=False, in a recipe --optim.implementation foreach")
 
 
