@@ -50,6 +50,11 @@ class Accumulation:
         return self._step is not None
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether the step that has begun has had a backward."""
+        return self._step is not None and self._step.has_begun
+
+    @property
     def ends_by_backward(self) -> bool:
         """Whether a backward ends its microbatch, in place of `step`."""
         return self.is_unsynced or self.boundary is False

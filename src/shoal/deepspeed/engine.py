@@ -121,8 +121,8 @@ class Engine(EngineState):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is left to clear after a step: `step` does. Raise inside of one, whose gradients would be lost."""
-        if self.accumulation.is_open:
+        """Nothing is left to clear after a step: `step` does. Raise after a backward, whose gradients would be lost."""
+        if self.accumulation.has_gradients:
             raise ShoalError(
                 "zero_grad() inside of a step would drop the gradients of its first microbatches",
                 fix="remove it: engine.step() clears gradients after each update",
