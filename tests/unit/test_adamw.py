@@ -98,6 +98,22 @@ def test_on_the_host_the_numbers_are_those_of_one_tensor_at_a_time(size: int) ->
                 assert 0.45 < float((one.double() > expected).double().mean()) < 0.55
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_on_the_host_gradients_are_divided_in_their_own_precision(stride: int) -> None:
+    """Divided by a number in float32, they would differ in the eighth digit; and the script keeps its gradient."""
+    stored = list(torch.rand(4, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    divisor = torch.tensor(1 / 3, dtype=torch.float64)
+    update = Update(
+        step=torch.tensor(2.0), lr=0.1, betas=(0.9, 0.95), eps=1e-8, decay=0.1, seed=3, divisor=divisor, dropped=None
+    )
+    here, there = ([one.clone()[::stride] for one in stored] for _ in range(2))
+    update_on_host(*here, update)
+    update_plainly(*there, update)
+    assert torch.equal(here[1], stored[1][::stride])
+    for one, other in zip(here, there, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_on_the_host_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
     expected = bf16_of(torch.full((1000,), 1.003), 1)

@@ -101,7 +101,7 @@ def _reject_enabled(reader: Reader, key: str, fix: str) -> None:
 
 
 def _is_enabled(section: dict[str, object]) -> bool:
-    """Whether a section, or a section inside, says enabled. One without that word is on by being there."""
+    """Whether a section, or a section inside, is enabled. One without that key is, since it is there."""
     flags = [value for key, value in section.items() if key == "enabled"]
     shared = section.get("shared_parameters")  # says it for the groups beside it, which have no such word
     inside = [shared] if isinstance(shared, dict) else section.values()

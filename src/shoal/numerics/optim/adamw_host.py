@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from shoal.numerics.optim.adamw_update import Update, stochastically_rounded, update_plainly
+from shoal.numerics.precision import wide
 
 PIECE = 2**20
 """Elements: enough for all cores, and a few MiB."""
@@ -28,6 +30,9 @@ def update_on_host(weight: Tensor, gradient: Tensor, first: Tensor, second: Tens
     """Update a weight and its two moments in place."""
     if update.dropped is not None and bool(update.dropped):
         return
+    if update.divisor is not None:  # the kernel would divide in float32, and change the gradient of the script
+        dtype = wide(gradient.dtype)
+        gradient = gradient.to(dtype) / update.divisor.to(dtype)
     tensors = (weight, gradient, first, second)
     dtypes = {one.dtype for one in tensors}
     is_flat = all(one.is_contiguous() for one in tensors)  # the kernel runs over memory in order
@@ -36,14 +41,13 @@ def update_on_host(weight: Tensor, gradient: Tensor, first: Tensor, second: Tens
     elif is_flat and dtypes <= {torch.float32, torch.bfloat16}:
         _by_pieces(weight, gradient, first, second, update)
     else:
-        update_plainly(weight, gradient, first, second, update)
+        update_plainly(weight, gradient, first, second, replace(update, divisor=None))
 
 
 def _fused(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, update: Update) -> None:
     adamw(
         [weight], [gradient], [first], [second], [], [update.step - 1], fused=True, amsgrad=False, maximize=False,
         lr=update.lr, beta1=update.betas[0], beta2=update.betas[1], eps=update.eps, weight_decay=update.decay,
-        grad_scale=None if update.divisor is None else update.divisor.float(),
     )  # fmt: skip
 
 

@@ -107,7 +107,7 @@ class HostGroup(WorkerGroup):
             self.watcher.reporter = StallReporter(self.report_stall)
 
     def _fence_hung(self) -> None:
-        with contextlib.suppress(OSError):  # there is none, or nobody sends any more
+        with contextlib.suppress(OSError):  # there is none, or the socket is closed
             while self.watcher is not None and (order := self.orders.recv(MOST)):
                 self.watcher.accused = verdict_from(json.loads(order)["verdict"])
         WorkerGroup._fence_hung(self)
