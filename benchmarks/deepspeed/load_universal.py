@@ -51,6 +51,7 @@ def main() -> None:
         engine.backward(loss_of(engine, STEPS, torch.float32))
         engine.step()
         compare(engine, by_hand(STEPS + 1, groups), f"stage {stage}, a step later")
+    deepspeed.comm.destroy_process_group()  # else a thread of gloo may abort the process while Python ends
 
 
 if __name__ == "__main__":
